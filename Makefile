@@ -22,7 +22,7 @@ lint: $(INSTALLED_DEV)
 	$(BIN)/mypy
 
 demo: $(INSTALLED)
-	$(BIN)/nextscale demo
+	$(BIN)/nextscale compare
 
 # the wheel in fresh environments, with each extra alone: minutes, and a package index
 fresh:

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 
 import nextscale
-from nextscale.loading.load import random_pipeline
+
+try:
+    from nextscale.loading.load import random_pipeline
+except ImportError:  # versions before the loading modules were merged
+    from nextscale.loading.random_weights import random_pipeline
 
 PROMPT = "a lighthouse on a rocky island in a storm, with waves that break over the pier"
 METHODS = {"dense": "dense", "sparsevar": "sparsevar:keep=0.25", "fastvar": "fastvar", "stagevar": "stagevar"}

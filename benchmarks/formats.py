@@ -24,13 +24,16 @@ from nextscale import Pipeline, load
 from nextscale.cli.parse import parse_size
 from nextscale.device import choose_device, choose_dtype
 from nextscale.eval.bench import release, request_prompts
-from nextscale.eval.format_errors import Seen, generate_seen, plant_outliers, stage_errors
-from nextscale.eval.formats import Variant, compare_formats, products_of
-from nextscale.eval.judges import Judges
 from nextscale.eval.results import Row
 from nextscale.loading.load import random_pipeline
+from nextscale.metrics import Lpips
 from nextscale.models.quantization import FORMATS
 from nextscale.offline.prompts import read_eval_prompts
+from nextscale_research.metrics.efficientnet import EfficientNetLite0
+from nextscale_research.quality.agreement import Agreement
+from nextscale_research.quality.format_errors import Seen, generate_seen, plant_outliers, stage_errors
+from nextscale_research.quality.formats import Variant, compare_formats, products_of
+from nextscale_research.quality.judge import SetJudge
 
 from .formats_table import ERRORS
 from .results import measure, options, record
@@ -47,9 +50,13 @@ def opened(args: argparse.Namespace, outliers: float = 0.0) -> Pipeline:
 
 
 def judged_rows(args: argparse.Namespace, variants: Sequence[Variant]) -> Iterator[Row]:
-    judges = Judges.load(args.metrics, args.probe, choose_device(args.device))
+    device = choose_device(args.device)
+    agreement = None if args.probe is None else Agreement.load(args.probe, device)
+    sets = None if args.metrics is None else SetJudge(EfficientNetLite0.load(args.metrics, device), agreement)
     prompts = read_eval_prompts(args.prompts, args.limit)
-    yield from compare_formats(partial(opened, args), variants, prompts, judges, size=args.size, seed=args.seed, batch=args.batch)
+    yield from compare_formats(
+        partial(opened, args), variants, prompts, Lpips.load(device), sets, size=args.size, seed=args.seed, batch=args.batch
+    )
 
 
 def error_rows(args: argparse.Namespace, variants: Sequence[Variant]) -> Iterator[Row]:

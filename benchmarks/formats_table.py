@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from nextscale.eval.formats import NAMES, OWN, Variant
 from nextscale.eval.results import Row
+from nextscale_research.quality.formats import NAMES, OWN, Variant
 
 from .cells import BATCH, ENERGY, IMAGE, METHOD, MODEL, Column, bounded, machines, table_of
 from .shown_rows import case_of

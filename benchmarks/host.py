@@ -29,11 +29,10 @@ from nextscale import pipeline as pipeline_module
 from nextscale.engine.executor import EagerExecutor
 from nextscale.engine.replay import ReplayExecutor
 from nextscale.eval.bench import request_prompts
-from nextscale.eval.methods import parse_methods
-from nextscale.eval.results import Row
-from nextscale.eval.timing import percentiles_ms, wait
+from nextscale.eval.results import Row, percentiles_ms, wait
 from nextscale.loading.load import random_pipeline
 from nextscale.methods.method import Method
+from nextscale.methods.registry import resolve_method
 
 from .results import measure, options, record
 
@@ -173,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     opened = partial(random_pipeline, dtype=dtype) if args.random_weights else load
     pipe = opened(args.model, device=device, kv_dtype=args.kv_dtype)
-    methods = {name: parse_methods(name) for name in args.method or ["dense"]}
+    methods = {name: resolve_method(name) for name in args.method or ["dense"]}
     size = None if args.size is None else (args.size, args.size)
     found = record(rows(pipe, args, size, methods), args.out)
     if args.profile:

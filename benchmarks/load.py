@@ -279,7 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--door", choices=("batcher", "http"), default="batcher")
     parser.add_argument("--model", default="nano")
-    parser.add_argument("--size", default="256", help="HEIGHTxWIDTH, the side of a square, or a budget")
+    parser.add_argument("--size", default="256", help="WIDTHxHEIGHT, the side of a square, or a budget")
     parser.add_argument("--method", default=None)
     parser.add_argument("--device", default=None)
     parser.add_argument("--dtype", default=None, choices=("float32", "bfloat16", "float16"))

@@ -25,12 +25,11 @@ import torch
 
 from nextscale import Pipeline, load
 from nextscale.eval.bench import TEXT_TOKENS, request_prompts
-from nextscale.eval.methods import parse_methods
-from nextscale.eval.results import Row
-from nextscale.eval.timing import wait
+from nextscale.eval.results import Row, wait
 from nextscale.loading.artifacts import encoder_bytes
 from nextscale.loading.load import random_pipeline, without_weights
 from nextscale.loading.presets import model_spec
+from nextscale.methods.registry import resolve_method
 from nextscale.planning.cost import Workload
 from nextscale.planning.memory import ASSUMED_KEPT, request_memory
 
@@ -99,7 +98,7 @@ def predicted(recipe: Recipe) -> dict[str, int]:
     model, tokenizer = without_weights(spec, torch.bfloat16, **recipe.options)
     schedule = spec.settings.schedules.choose(None, None)
     workload = Workload(schedule, 1, text_tokens=TEXT_TOKENS[0])
-    memory = request_memory(model, tokenizer, workload, parse_methods(recipe.method).forecast(model, schedule, True, ASSUMED_KEPT))
+    memory = request_memory(model, tokenizer, workload, resolve_method(recipe.method).forecast(model, schedule, True, ASSUMED_KEPT))
     encoding = memory.weights + encoder_bytes(spec)
     return {"encoding": encoding, "generating": memory.peak, "peak": max(encoding, memory.peak)}
 
@@ -111,7 +110,7 @@ def peaks(recipe: Recipe, engine: str, published: bool, text_encoder: str | None
     whole = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, (recipe.card * GIB - CONTEXT) / whole))
     try:
-        pipe, method = opened(recipe, engine, published, text_encoder), parse_methods(recipe.method)
+        pipe, method = opened(recipe, engine, published, text_encoder), resolve_method(recipe.method)
         weights = torch.cuda.memory_allocated()
         prompts, encoding = encoded(pipe, recipe, published)
         output = pipe(prompts, seed=0, method=method, warmup=engine == "graphs")

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 
 from nextscale import Pipeline, load
-from nextscale.eval.methods import parse_methods
-from nextscale.eval.results import Row
-from nextscale.eval.timing import percentiles, wait
+from nextscale.eval.results import Row, percentiles, wait
 from nextscale.loading.load import random_pipeline
 from nextscale.methods.method import Method
+from nextscale.methods.registry import resolve_method
 from nextscale.offline.lock import working_folder
 from nextscale.offline.plan import Batch, plan_batches
 from nextscale.offline.prompts import SamplePrompt
@@ -98,7 +97,7 @@ def row(pipe: Pipeline, args: argparse.Namespace) -> Row:
     size = [side * pipe.tokenizer.pixels_per_token for side in batches[0].schedule.grid]
     case = {"model": args.model, "size": size, "batch": args.batch, "method": args.method, "images": args.batch * args.batches}
     case |= {"dtype": str(pipe.model.dtype).removeprefix("torch."), "weights": "random" if args.random_weights else "published"}
-    return measure("sample", case, lambda: speeds(pipe, parse_methods(args.method), batches, args.repeats))
+    return measure("sample", case, lambda: speeds(pipe, resolve_method(args.method), batches, args.repeats))
 
 
 if __name__ == "__main__":

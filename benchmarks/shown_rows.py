@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from nextscale.eval.methods import DENSE
-from nextscale.eval.results import Row
+from nextscale.eval.results import DENSE, Row
 
 from .suites import APART, SPARSE, step_of
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from nextscale.eval.methods import DENSE
-from nextscale.eval.results import Row
+from nextscale.eval.results import DENSE, Row
 
 from .cells import (
     BATCH,

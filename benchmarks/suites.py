@@ -18,9 +18,7 @@ from nextscale import kernels
 from nextscale.device import check_quantize, choose_device, choose_dtype
 from nextscale.errors import OutOfMemory
 from nextscale.eval.bench import ENGINES, Runner, bench, choose_engines, release, request_prompts, text_lengths
-from nextscale.eval.methods import DENSE, GUIDANCE_OFF
-from nextscale.eval.results import Row, read_rows, short_error, where
-from nextscale.eval.timing import percentiles_ms
+from nextscale.eval.results import DENSE, Row, percentiles_ms, read_rows, short_error, where
 from nextscale.loading.load import random_pipeline
 from nextscale.methods import Method, SparseVAR, resolve_method
 from nextscale.models.quantization import FORMATS, Quantize
@@ -28,6 +26,7 @@ from nextscale.offline.shard import Shard
 from nextscale.pipeline import Pipeline
 from nextscale.planning.cost import Workload
 from nextscale.planning.memory import ASSUMED_KEPT, request_memory
+from nextscale_research.quality.lists import GUIDANCE_OFF
 
 from .energy import EnergyMeter, energy_columns
 from .results import options, record

@@ -1,6 +1,6 @@
 """The papers' sweeps as a table and a figure of docs/observations.md: `python -m benchmarks.sweeps [ROWS]`.
 
-ROWS is a file that `nextscale quality` wrote with the lists below; its rows are added to the results. Without it those of the last one
+ROWS is a file that `nextscale_research quality` wrote with these lists; its rows are added to the results. Without it those of the last one
 are drawn again.
 """
 
@@ -10,10 +10,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nextscale.eval.methods import DENSE, LISTS
-from nextscale.eval.results import Row, append_rows, comparable, judged, read_rows
+from nextscale.eval.results import DENSE, Row, append_rows, read_rows
 from nextscale.loading.presets import model_spec
 from nextscale_research.observe.plots import BLUE, GREY, STYLE, svg_of
+from nextscale_research.quality.lists import LISTS
+from nextscale_research.quality.rows import comparable, judged
 
 from .cells import MACS, METHOD, Column, bounded, table_of, with_tables
 from .observations import FOLDER, PAGE
@@ -47,7 +48,7 @@ def swept(rows: Sequence[Row]) -> tuple[Row, dict[str, list[Row]]]:
         lists = {name: [*skipped, *(found[one] for one in labels[name] if one in found)] for name in SWEEPS}
         if all(len(own) > len(skipped) for own in lists.values()):
             return dense, lists
-    raise SystemExit(f"no run has rows of all of {', '.join(SWEEPS)}: `nextscale quality --method LIST ...` makes them")
+    raise SystemExit(f"no run has rows of all of {', '.join(SWEEPS)}: `python -m nextscale_research quality --method LIST ...` makes them")
 
 
 def sweeps_table(dense: Row, lists: Mapping[str, Sequence[Row]]) -> str:

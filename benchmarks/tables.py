@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
-from nextscale.eval.frontier import frontier_svg
-from nextscale.eval.methods import DENSE, sparsevar_decisions
-from nextscale.eval.results import CONDITIONS, Row, comparable, judged, read_rows, real_agreement
+from nextscale.eval.results import DENSE, Row, read_rows
 from nextscale.loading.presets import build_model, model_spec
 from nextscale.methods import resolve_method
 from nextscale.planning.cost import RequestCost, Workload, request_cost
 from nextscale.profiles import Profile
+from nextscale_research.quality.frontier import frontier_svg
+from nextscale_research.quality.lists import sparsevar_decisions
+from nextscale_research.quality.rows import CONDITIONS, comparable, judged, real_agreement
 
 from .cells import IMAGE, MACS, METHOD, Column, bounded, faster, table, table_of, with_tables
 from .formats_table import format_tables
@@ -57,7 +58,7 @@ PSNR = Column("PSNR", lambda row: f"{row['psnr']['value']:.1f} dB" if row.get("p
 
 
 def judged_runs(rows: list[Row]) -> list[list[Row]]:
-    """For every model and size that `nextscale quality` judged on a GPU, smallest first, the last row of every method.
+    """For every model and size that `python -m nextscale_research quality` judged on a GPU, smallest first, the last row of every method.
 
     Only rows under the conditions of the newest one of enough prompts, else of the most, count: a list of methods tried on fewer does not
     change the table. Where some of them were captured, rows of commits at which nothing was do not count, nor do sizes of a model that
@@ -160,7 +161,7 @@ AS_RELEASED = ("rows both", "rows uncond", "resize nearest", "left out: zero", "
 
 
 def decisions_table(rows: list[Row]) -> str:
-    """What SparseVAR's open choices do, from the last run of `nextscale quality --method sparsevar-decisions` on a GPU."""
+    """What SparseVAR's open choices do, from the last run of `nextscale_research quality` on a GPU."""
     names = [*sparsevar_decisions(DECIDED_STAGES, DECIDED_BLOCKS), *AS_RELEASED]
     tried = [row for row in judged(rows) if not row["hardware"].startswith("CPU")]
     last = next(row for row in reversed(tried) if row["method"] == ONLY_DECIDED)

@@ -6,6 +6,7 @@ import json
 import stat
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -81,9 +82,9 @@ def from_plain(kind: type[T], value: Any, where: str, choices: Mapping[Any, tupl
 
 
 def _read(kind: Any, value: Any, where: str, choices: Mapping[Any, tuple[type, ...]]) -> Any:
-    origin, inner = get_origin(kind), get_args(kind)
-    if kind is Any:
+    if kind is Any or (kind in (int, str, bool, NoneType) and type(value) is kind):
         return value
+    origin, inner = get_origin(kind), get_args(kind)
     if kind in choices or origin in (Union, UnionType):
         options = choices.get(kind, inner)
         if isinstance(value, dict) and (classes := [one for one in options if isinstance(one, type) and is_dataclass(one)]):
@@ -109,14 +110,17 @@ def _read(kind: Any, value: Any, where: str, choices: Mapping[Any, tuple[type, .
         return {name: _read(inner[1], one, f"{where}.{name}", choices) for name, one in value.items()}
     elif kind is float and is_finite(value):
         return float(value)
-    elif kind in (int, str, bool, NoneType) and type(value) is kind:
-        return value
     known = " or ".join(getattr(one, "__name__", str(one)) for one in choices.get(kind, (kind,)))
     raise ValueError(f"{where} must be {known}; got {shortened(value)}")
 
 
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
 def _build(kind: type, content: dict[str, Any], where: str, choices: Mapping[Any, tuple[type, ...]]) -> Any:
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     given = {name: one for name, one in content.items() if name != TYPE}
     needed = {field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING}
     if content.get(TYPE, kind.__name__) != kind.__name__:

@@ -29,15 +29,17 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("pipeline", ("pipeline", "resolve", "execute", "collaborate", "output", "habits", "device", "notebook")),
     ("loading", ("loading",)),
     ("batching", ("batching",)),
-    ("products", ("serve", "offline", "eval.methods")),
-    ("evaluation", ("eval", "tune")),
-    ("command line", ("cli", "__main__")),
+    ("products", ("serve", "offline")),
+    ("evaluation", ("eval",)),
+    ("tuning", ("tune",)),
+    ("command line", ("cli",)),
+    ("program", ("__main__",)),
 )
-"""Layer to the modules and packages that it consists of, by their longest name; within a layer anything may import anything."""
+"""Layer to its modules and packages, by their longest name. From `batching` on, the packages of a layer do not import each other."""
 
 TOP = "nextscale"  # the package itself may import everything, and nothing imports it
 
-ALLOWED: dict[tuple[str, str], str] = {}
+ALLOWED: dict[tuple[str, str], str] = {("planning", "methods"): "methods of two models import planning: whichever comes first"}
 """(importing module, imported module) to the reason why that stands for now."""
 
 
@@ -81,14 +83,18 @@ def imports_of(name: str, file: Path) -> Iterator[Import]:
 
 
 def layer_of(name: str) -> int:
-    """Number of the layer; the longest entry that the name starts with counts."""
+    return place_of(name)[0]
+
+
+def place_of(name: str) -> tuple[int, str]:
+    """Returns the number of the layer and its entry: the longest one that the name starts with."""
     if name == TOP:
-        return len(LAYERS)
+        return len(LAYERS), TOP
     known = {entry: number for number, (_, entries) in enumerate(LAYERS) for entry in entries}
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         if (entry := ".".join(parts[:length])) in known:
-            return known[entry]
+            return known[entry], entry
     raise AssertionError(f"nextscale.{name} belongs to no layer: add it to LAYERS in {Path(__file__).name}")
 
 
@@ -113,6 +119,18 @@ def test_no_layer_imports_a_higher_one() -> None:
         if upward(found) and (found.importer, found.imported) not in ALLOWED
     ]
     assert not wrong, "a lower layer imports a higher one:\n" + "\n".join(wrong)
+
+
+def test_siblings_do_not_import_each_other() -> None:
+    """From `batching` on, so that a server does not need what samples folders, and the other way round."""
+    first = layer_of("batching")
+    places = [(place_of(found.importer), place_of(found.imported), found) for found in all_imports()]
+    wrong = [
+        f"{found.file.relative_to(PACKAGE.parent)}:{found.line}: {found.importer} imports its sibling {found.imported}"
+        for (layer, entry), (other_layer, other), found in places
+        if layer == other_layer >= first and entry != other
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_the_package_imports_without_posix_modules() -> None:

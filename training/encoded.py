@@ -46,10 +46,10 @@ class Captions:
 
     def __init__(self, encoder: WordTextEncoder, pictures: Pictures, variants: int, seed: int) -> None:
         texts = [text for several in caption_variants(pictures.records, variants, seed) for text in several]
-        ids, lengths = encoder.tokenise(texts)
+        ids, mask = encoder.tokenize(texts)
         self.variants, self.longest = variants, ids.shape[1]
         self.ids = ids.view(len(pictures), variants, -1)
-        self.lengths = torch.tensor(lengths).view(len(pictures), variants)
+        self.lengths = mask.sum(1).view(len(pictures), variants)
 
     def of(self, indices: Tensor, variants: Tensor) -> tuple[Tensor, Tensor]:
         """Ids [B, T] and lengths [B], on the CPU."""

@@ -100,7 +100,9 @@ def forced_block(
     q, k = q.to(x.dtype), k.to(x.dtype)
     seen = [attend(q[:, w.start : w.end], k[:, : w.end], v[:, : w.end], w.mask, attention.scale) for w in windows]
     x = torch.addcmul(x, modulation.attention_gate, attention.proj(torch.cat(seen, dim=1)))
-    x = x + block.text_attention.attend_text(block.text_norm(x), *text)
+    keys, values, mask = text
+    queries = block.text_attention.q(block.text_norm(x)).unflatten(-1, (block.text_attention.heads, -1))
+    x = x + block.text_attention.proj(attend(queries, keys, values, mask, block.text_attention.scale))
     y = torch.addcmul(modulation.feed_forward_shift, block.norm(x), modulation.feed_forward_scale)
     return torch.addcmul(x, modulation.feed_forward_gate, block.feed_forward(y))
 

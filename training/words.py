@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from nextscale.errors import SettingError
 from nextscale.text.encoder import TextEncoder
-from nextscale.text.features import TextFeatures
+from nextscale.text.features import TextFeatures, pad
 from nextscale.text.files import EncoderFiles
 from nextscale.text.words import PART_MARK, SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder, plain_words, stems
 
@@ -162,12 +161,8 @@ class SentenceModel(TextEncoder):
         return vectors.unflatten(0, (-1, len(CARRIERS))).mean(1)
 
     def _encode(self, texts: list[str]) -> TextFeatures:
-        ids = [torch.tensor(row) for row in self._tokenise(texts, self.longest, padding=False)["input_ids"]]
-        lengths = [len(row) for row in ids]
-        padded = pad_sequence(ids, batch_first=True)  # [B, longest]
-        mask = torch.arange(padded.shape[1]) < torch.tensor(lengths)[:, None]
-        hidden = self._run(padded, mask).last_hidden_state
-        return TextFeatures(tuple(row[:length] for row, length in zip(hidden, lengths, strict=True)))
+        ids, mask = pad(self._tokenize(texts, self.longest, padding=False)["input_ids"])  # [B, longest]
+        return TextFeatures.unpad(self._run(ids, mask).last_hidden_state, mask)
 
     def _load_model(self, folder: Path, **settings: Any) -> Any:
         from transformers import BertModel

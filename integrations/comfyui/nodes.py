@@ -97,7 +97,7 @@ class NextScaleGenerate(io.ComfyNode):
                 io.Int.Input("seed", default=0, min=0, max=SEEDS, control_after_generate=True, tooltip="Image i takes seed + i"),
                 io.Int.Input("images", default=1, min=1, max=64),
                 io.Combo.Input("aspect", options=list(ASPECTS), default=ASPECTS[0]),
-                io.String.Input("size", default="", tooltip="HEIGHTxWIDTH, a side, or a budget such as 0.25M; empty: the model's own"),
+                io.String.Input("size", default="", tooltip="WIDTHxHEIGHT, a side, or a budget such as 0.25M; empty: the model's own"),
                 io.Float.Input("guidance", default=-1.0, min=-1.0, max=50.0, step=0.1, tooltip="-1: the model's own"),
                 io.Boolean.Input("preview", default=True, tooltip="Decode and show every stage"),
                 io.Boolean.Input("compute_mask", default=False, tooltip="For the node Compute mask; such requests are not captured"),

@@ -43,7 +43,7 @@ def read_prompts(pipeline: nextscale.Pipeline, name: str, text: str, images: int
 
 
 def read_size(text: str) -> str | tuple[int, int] | None:
-    """Nothing, a budget of pixels such as 0.25M, a side, or HEIGHTxWIDTH."""
+    """Nothing, a budget of pixels such as 0.25M, a side, or WIDTHxHEIGHT."""
     text = text.strip()
     if not text or text.endswith("M"):
         return text or None
@@ -52,8 +52,8 @@ def read_size(text: str) -> str | tuple[int, int] | None:
     except ValueError:
         sides = []
     if len(sides) not in (1, 2):
-        raise SettingError(f"size {text!r}: write HEIGHTxWIDTH such as 768x1024, the side of a square, or a budget such as 0.25M")
-    return sides[0], sides[-1]
+        raise SettingError(f"size {text!r}: write WIDTHxHEIGHT such as 768x1024, the side of a square, or a budget such as 0.25M")
+    return sides[-1], sides[0]
 
 
 def profile_method(pipeline: nextscale.Pipeline, file: str, point: int) -> str:

@@ -69,7 +69,7 @@ def list_methods(asked: list[str] | None) -> list[str] | None:
 
 MODEL_HELP, DEFAULT_DEVICE = "Model name from `nextscale models`.", "cuda if there is a GPU"
 ModelName = Annotated[str, option("--model -m", "NAME", MODEL_HELP)]
-Device = Annotated[str | None, option("--device", "DEVICE", "cpu, cuda or cuda:N.", MACHINE, DEFAULT_DEVICE)]
+Device = Annotated[str | None, option("--device", "DEVICE", "cpu, cuda, cuda:N or mps.", MACHINE, DEFAULT_DEVICE)]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 Dtype = Annotated[DtypeName | None, option("--dtype", "DTYPE", "float32, bfloat16 or float16.", MACHINE, "bfloat16, on the CPU float32")]
 Quantize = Annotated[
@@ -309,7 +309,7 @@ class SamplingOptions:
         resolve_guidance(guidance, spec.settings.guidance).scales(schedule)
         switches = self.switches
         given: dict[str, Any] = {
-            "temperature": None if self.temperature is None else parse.parse_temperature(self.temperature),
+            "temperature": None if self.temperature is None else parse.parse_per_stage("--temperature", self.temperature),
             "top_k": self.top_k,
             "top_p": self.top_p,
             "greedy": switches.get("greedy") or None,

@@ -135,26 +135,20 @@ def parse_guidance(text: str, published: Guidance) -> GuidanceLike:
     from ..guidance import ConstantGuidance, RampGuidance
 
     form, colon, values = text.rpartition(":")
-    numbers = parse_numbers(values)
-    if not colon and len(numbers) > 1:
-        return numbers
-    if len(numbers) == 1:
-        match form if colon else None:
-            case None:
-                return numbers[0]
-            case "constant":
-                return ConstantGuidance(strength=numbers[0])
-            case "ramp":
-                ramp = published if isinstance(published, RampGuidance) else RampGuidance()
-                return ramp.with_strength(numbers[0])
-    raise SettingError(f"--guidance must be a number, one per stage such as 3,3,1, or a form such as constant:4 or ramp:2.5; got {text!r}.")
+    found = parse_per_stage("--guidance", values)
+    if not colon:
+        return found
+    if form not in ("constant", "ramp") or isinstance(found, list):
+        raise SettingError(f"--guidance must be a number, one per stage, or a form such as constant:4 or ramp:2.5; got {text!r}.")
+    ramp = published if isinstance(published, RampGuidance) else RampGuidance()
+    return ConstantGuidance(strength=found) if form == "constant" else ramp.with_strength(found)
 
 
-def parse_temperature(text: str) -> float | list[float]:
+def parse_per_stage(option: str, text: str) -> float | list[float]:
     numbers = parse_numbers(text)
     if not numbers:
-        raise SettingError(f"--temperature must be a number, or one per stage such as 1,1,0.5; got {text!r}.")
-    return numbers[0] if len(numbers) == 1 else numbers
+        raise SettingError(f"{option} must be a number, or one per stage such as 3,3,1; got {text!r}.")
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def parse_numbers(text: str) -> list[float]:
@@ -195,11 +189,11 @@ def parse_ray(text: str | None) -> RaySettings | None:
         return None
     from ..batching.ray_cluster import RaySettings
 
-    pairs = dict(part.strip().partition("=")[::2] if "=" in part else ("address", part.strip()) for part in text.split(","))
-    try:
-        address, workers, gpus = pairs.pop("address", LOCAL), pairs.pop("workers", None), float(pairs.pop("gpus", 1))
-        if pairs or (workers is not None and int(workers) < 1):
-            raise ValueError
-    except ValueError:
-        raise SettingError(f"--ray must be ADDRESS,workers=N,gpus=X, such as auto,workers=8,gpus=0.5; got {text!r}.") from None
-    return RaySettings(address, None if workers is None else int(workers), gpus)
+    words = text.split(",")
+    numbers = parse_pairs("--ray", [word for word in words if "=" in word], ("workers", "gpus"))
+    workers = numbers.get("workers")
+    if workers is not None and (workers < 1 or workers % 1):
+        raise SettingError(f"--ray workers must be an int from 1; got {workers:g}.")
+    return RaySettings(
+        next((word for word in words if "=" not in word), LOCAL), None if workers is None else int(workers), numbers.get("gpus", 1.0)
+    )

@@ -28,7 +28,7 @@ class ServedOptions(FileOptions):
     """The models, their files, and where they run."""
 
     models: Annotated[Texts, option("--model -m", "NAME", f"{MODEL_HELP} Can be repeated.", None, DEFAULT_MODEL)] = None
-    devices: Annotated[Texts, option("--device", "DEVICE", "cpu, cuda or cuda:N; can be repeated.", MACHINE, DEFAULT_DEVICE)] = None
+    devices: Annotated[Texts, option("--device", "DEVICE", "cpu, cuda, cuda:N or mps; can be repeated.", MACHINE, DEFAULT_DEVICE)] = None
     alias: Annotated[Texts, option("--alias", "NAME=MODEL", "Another name of a model, for clients that use it; can be repeated.")] = None
 
     @property

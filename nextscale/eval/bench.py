@@ -26,9 +26,7 @@ from ..planning.memory import weights_bytes
 from ..report import Report
 from ..schedules import SizeLike
 from ..text.prompts import TextReader
-from .methods import DENSE
-from .results import Row, short_error, where
-from .timing import percentiles, percentiles_ms, wait
+from .results import DENSE, Row, percentiles, percentiles_ms, short_error, wait, where
 
 ENGINES: Mapping[str, tuple[Engine, ...]] = {"graphs": ("graphs",), "eager": ("eager",), "both": ("eager", "graphs")}
 TEXT_TOKENS = (50, 20, 77, 33)  # lengths of the prompts of a batch, repeated
@@ -82,6 +80,47 @@ class Runner:
         wait(device)
         return Timed(report, time.perf_counter() - begun, report.peak_memory - before)
 
+    def row(self, dense: Runner, batch: int) -> Row:
+        """Returns the row of a runner that took its turns, with speedups over `dense` in the same rounds."""
+        pipe, timed, device = self.pipe, self.timed, self.pipe.model.device
+        row: Row = {
+            "size": [side * pipe.tokenizer.pixels_per_token for side in pipe.settings.schedules.choose(self.size, None).grid],
+            "dtype": str(pipe.model.dtype).removeprefix("torch."),
+            "quantize": pipe.model.quantize,
+            "engine": timed[0].report.engine if timed else pipe.engine,
+            "engine_asked": pipe.engine,
+            "kernels": kernels.enabled(device),
+            "method": self.name,
+            "settings": self.method.label,
+            **where(device),
+            **self.failures,
+        }
+        if "error" in row:
+            return row
+
+        def speedup(seconds: Callable[[Timed], float]) -> Row | None:
+            if "error" in dense.failures:
+                return None
+            return percentiles([seconds(before) / seconds(after) for before, after in zip(dense.timed, timed, strict=True)])
+
+        end_to_end = percentiles_ms([one.seconds for one in timed])
+        weights = weights_bytes(pipe.model) + weights_bytes(pipe.tokenizer)
+        peak = max(one.memory for one in timed) + self.captured_bytes + (weights if device.type == "cuda" else 0)
+        return row | {
+            "repeats": len(timed),
+            **percentiles_ms([one.generate_seconds for one in timed]),
+            "decode": percentiles_ms([one.report.decode_seconds for one in timed]),
+            "end_to_end": end_to_end,
+            "speedup": speedup(lambda one: one.generate_seconds),
+            "speedup_end_to_end": speedup(lambda one: one.seconds),
+            "images_per_second": round(1000 * batch / end_to_end["median_ms"], 3),
+            "cost_share": round(statistics.fmean(one.report.cost_share for one in timed), 4),
+            "peak_gb": round(peak / 1e9, 2),
+            "weights_gb": round(weights / 1e9, 2),
+            "capture": self.captured
+            and {"seconds": round(self.captured.seconds, 2), "graphs": self.captured.graphs, "gb": round(self.captured_bytes / 1e9, 2)},
+        }
+
 
 def bench(
     pipe: Pipeline,
@@ -108,7 +147,7 @@ def bench(
         dense = {runner.pipe.engine: runner for runner in group if runner.name == DENSE}
         for runner in group:
             if (key := (runner.pipe.engine, runner.name)) not in rows:
-                rows[key] = common | row_of(runner, dense[runner.pipe.engine], batch)
+                rows[key] = common | runner.row(dense[runner.pipe.engine], batch)
                 rows[key] |= {} if "error" in rows[key] else measure(runner)
         for runner in group:
             runner.pipe.captures.clear()
@@ -120,7 +159,7 @@ def choose_engines(name: str | None, device: torch.device) -> tuple[Engine, ...]
     """Returns the engines of a name in `ENGINES`; None stands for "graphs" on a GPU and "eager" elsewhere."""
     name = name or ("graphs" if device.type == "cuda" else "eager")
     if name not in ENGINES:
-        raise SettingError(f"engine must be one of {', '.join(ENGINES)}; got {name!r}")
+        raise SettingError(f"engine must be one of {', '.join(ENGINES)}; got {name!r}.")
     return ENGINES[name]
 
 
@@ -151,7 +190,7 @@ def groups(runners: Sequence[Runner], prompts: Any) -> Iterator[list[Runner]]:
 
 
 def has_room(captured: Sequence[Runner]) -> bool:
-    """Returns whether the device has memory for the graphs of another runner."""
+    """Returns True if the device has memory for the graphs of another runner."""
     largest = max(runner.captured_bytes for runner in captured)
     return largest == 0 or torch.cuda.mem_get_info(captured[0].pipe.model.device)[0] > ROOM * largest
 
@@ -168,7 +207,7 @@ def take_turns(runners: Sequence[Runner], batch: int, repeats: int) -> None:
 
 
 def request_prompts(pipe: Pipeline, batch: int, seed: int) -> Any:
-    """Returns classes, or features of prompts of usual lengths: encoding a prompt is not timed."""
+    """Returns classes, or features of prompts of usual lengths, which are then not encoded in a timed request."""
     numbers = range(seed, seed + batch)
     if not isinstance(pipe.reader, TextReader):
         return [number % 10 for number in numbers]
@@ -180,48 +219,6 @@ def text_lengths(pipe: Pipeline, batch: int) -> list[int]:
     """Returns the tokens of every prompt, at most as many as the model reads."""
     longest = pipe.model.config.longest_text if isinstance(pipe.model, Infinity) else max(TEXT_TOKENS)
     return [min(TEXT_TOKENS[image % len(TEXT_TOKENS)], longest) for image in range(batch)]
-
-
-def row_of(runner: Runner, dense: Runner, batch: int) -> Row:
-    """Returns the row of a runner that took its turns, with speedups over `dense` in the same rounds."""
-    pipe, timed, captured, device = runner.pipe, runner.timed, runner.captured, runner.pipe.model.device
-    row: Row = {
-        "size": [side * pipe.tokenizer.pixels_per_token for side in pipe.settings.schedules.choose(runner.size, None).grid],
-        "dtype": str(pipe.model.dtype).removeprefix("torch."),
-        "quantize": pipe.model.quantize,
-        "engine": timed[0].report.engine if timed else pipe.engine,
-        "engine_asked": pipe.engine,
-        "kernels": kernels.enabled(device),
-        "method": runner.name,
-        "settings": runner.method.label,
-        **where(device),
-        **runner.failures,
-    }
-    if "error" in row:
-        return row
-
-    def speedup(seconds: Callable[[Timed], float]) -> Row | None:
-        if "error" in dense.failures:
-            return None
-        return percentiles([seconds(before) / seconds(after) for before, after in zip(dense.timed, timed, strict=True)])
-
-    end_to_end = percentiles_ms([one.seconds for one in timed])
-    weights = weights_bytes(pipe.model) + weights_bytes(pipe.tokenizer)
-    peak = max(one.memory for one in timed) + runner.captured_bytes + (weights if device.type == "cuda" else 0)
-    return row | {
-        "repeats": len(timed),
-        **percentiles_ms([one.generate_seconds for one in timed]),
-        "decode": percentiles_ms([one.report.decode_seconds for one in timed]),
-        "end_to_end": end_to_end,
-        "speedup": speedup(lambda one: one.generate_seconds),
-        "speedup_end_to_end": speedup(lambda one: one.seconds),
-        "images_per_second": round(1000 * batch / end_to_end["median_ms"], 3),
-        "cost_share": round(statistics.fmean(one.report.cost_share for one in timed), 4),
-        "peak_gb": round(peak / 1e9, 2),
-        "weights_gb": round(weights / 1e9, 2),
-        "capture": captured
-        and {"seconds": round(captured.seconds, 2), "graphs": captured.graphs, "gb": round(runner.captured_bytes / 1e9, 2)},
-    }
 
 
 def release(device: torch.device) -> None:

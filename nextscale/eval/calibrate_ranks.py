@@ -16,14 +16,11 @@ from ..methods.stagevar import ALPHA, StageVAR
 from ..methods.stagevar_ranks import RankRow, RankTable, counted_tokens, energy_ranks, group_layers, identity
 from ..pipeline import Pipeline
 from ..stage import Schedule, Stage
-from ..validation import is_fraction
 from .probe import FeatureProbe
-
-TABLE_ALPHAS = (0.9, 0.95, 0.96, 0.97, 0.98, 0.99, 0.999)
 
 
 def energies(x: Tensor) -> Tensor:
-    """Squared singular values of x [B, N, C], largest first, [B, min(N, C)], in float64 on the CPU.
+    """Returns squared singular values of x [B, N, C], largest first, [B, min(N, C)], in float64 on the CPU.
 
     They are eigenvalues of the products along the shorter side, which a GPU forms quickly; it is slow at decomposing many matrices.
     """
@@ -34,7 +31,7 @@ def energies(x: Tensor) -> Tensor:
 
 @dataclass
 class RankWatcher:
-    """Notes the ranks of the inputs of some blocks, for a `FeatureProbe`."""
+    """Ranks of the inputs of some blocks, for a `FeatureProbe`."""
 
     layers: Sequence[int]
     alphas: Sequence[float]
@@ -47,37 +44,24 @@ class RankWatcher:
             ranks = torch.stack([energy_ranks(spectrum, alpha) for alpha in self.alphas]).double()
             self.found.setdefault((stage.index, layer), []).append(ranks)
 
-    def ranks(self, schedule: Schedule) -> Tensor:
-        """Ranks of all requests, [alphas, blocks, rows, stages]."""
-        by_layer = [torch.stack([torch.cat(self.found[stage.index, layer], dim=1) for stage in schedule], dim=-1) for layer in self.layers]
-        return torch.stack(by_layer, dim=1)
-
 
 def measure_ranks(
     pipe: Pipeline,
     prompts: Iterable[Any],
     alphas: Sequence[float] = (ALPHA,),
     method: StageVAR | None = None,
-    stages: Sequence[int] | None = None,
     seed: int = 0,
     on_image: Callable[[], None] = lambda: None,
     **request: Any,
 ) -> dict[float, dict[int, tuple[float, ...]]]:
-    """Rank ratios of any model: {alpha: {stage: one ratio per group}}, mean over prompts, for `StageVAR(ranks=measured[alpha])`.
+    """Returns rank ratios {alpha: {stage: one ratio per group}}, mean over prompts, of all stages without guidance.
 
     Generates one image per prompt at full rank, the i-th with seed + i, guidance off where `method` (StageVAR()) says, and without its
-    skips. Measured are `stages`, by default all those without guidance. `request`: size, guidance and so on, as for `pipe`.
-    The paper took 553 prompts; the spread over prompts is a tenth of the mean.
+    skips. `request`: size, guidance and so on, as for `pipe`. The paper took 553 prompts; the spread over prompts is a tenth of the mean.
     """
     method = StageVAR() if method is None else method
     schedule = pipe.settings.schedules.choose(request.get("size"), request.get("aspect"))
-    first = method.first_unguided(pipe.model, schedule)
-    measured = sorted(range(first, len(schedule)) if stages is None else stages)
-    unknown = [stage for stage in measured if not 0 <= stage < len(schedule)]
-    if unknown or not measured:
-        raise SettingError(f"no ranks to measure at stages {measured}: {schedule} has stages 0 to {len(schedule) - 1}")
-    if not all(is_fraction(alpha, above_zero=True) for alpha in alphas) or not alphas:
-        raise SettingError(f"alphas {alphas!r}: give one or more numbers above 0 and up to 1")
+    measured = range(first := method.first_unguided(pipe.model, schedule), len(schedule))
     layers = tuple(blocks.start for blocks in group_layers(pipe.model, method.groups))
     watcher = RankWatcher(layers, alphas)
     dense = replace(method, guidance_off=first, alphas=(), ranks=None, as_released=False)
@@ -86,12 +70,11 @@ def measure_ranks(
         pipe(prompt, seed=seed + image, method=probed, **request)
         on_image()
     if not watcher.found:
-        raise SettingError("no ranks to measure: give at least one prompt")
+        raise SettingError("prompts and stages without guidance must not be empty to measure ranks.")
 
     def ratios(alpha: int, stage: int) -> tuple[float, ...]:
         most = min(schedule[stage].cells, counted_tokens(pipe.model) or schedule[stage].cells)
-        found = (watcher.found[stage, layer] for layer in layers)
-        return tuple(float(torch.stack([ranks[alpha].mean() for ranks in requests]).mean()) / most for requests in found)
+        return tuple(float(torch.cat(watcher.found[stage, layer], dim=1)[alpha].mean()) / most for layer in layers)
 
     return {alpha: {stage: ratios(number, stage) for stage in measured} for number, alpha in enumerate(alphas)}
 
@@ -100,18 +83,14 @@ def measure_table(
     pipe: Pipeline,
     prompts: Sequence[Any],
     schedules: Sequence[Schedule],
-    alphas: Sequence[float] = TABLE_ALPHAS,
+    alphas: Sequence[float],
     seed: int = 0,
     on_image: Callable[[], None] = lambda: None,
 ) -> RankTable:
-    """A table of this model, for all stages of these schedules that StageVAR runs without guidance.
-
-    Stages with as many cells in several schedules have the mean of them. `on_image` is called after every image.
-    """
+    """Returns a table for all stages of these schedules without guidance; stages with equally many cells have the mean."""
     found: dict[tuple[float, int], list[tuple[float, ...]]] = {}
     for schedule in schedules:
-        by_alpha = measure_ranks(pipe, prompts, alphas, seed=seed, on_image=on_image, size=schedule)
-        for alpha, by_stage in by_alpha.items():
+        for alpha, by_stage in measure_ranks(pipe, prompts, alphas, seed=seed, on_image=on_image, size=schedule).items():
             for stage, ratios in by_stage.items():
                 found.setdefault((float(alpha), schedule[stage].cells), []).append(ratios)
     means = {key: tuple(round(mean(group), 6) for group in zip(*several, strict=True)) for key, several in found.items()}

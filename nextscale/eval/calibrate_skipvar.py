@@ -1,7 +1,7 @@
-"""SkipVAR's decision models, fitted for a model from images of its own.
+"""Fits SkipVAR's decision models for a model from its own images.
 
-An image's two classes are the most stages that can be left out, and the most that can run without guidance, with an image that is still
-as similar to the dense one as was asked for. Logistic regressions of the two features learn them, as the published ones did.
+The two classes of an image are the largest number of stages that can be left out, and that can run without guidance, while the image is
+as similar to the dense one as required. Logistic regressions of two features learn them, as the published ones did.
 """
 
 from __future__ import annotations
@@ -15,28 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import SettingError
-from ..methods.method import DENSE, Method, Plans, StagePlan
+from ..methods.drop_guidance import DropGuidance
+from ..methods.method import Method
 from ..methods.skip import SkipStages
 from ..methods.skipvar import MOST, SkipVAR, features_of, preview_of
 from ..methods.skipvar_models import Classifier, Decisions
 from ..metrics.pixels import ssim
-from ..models.base import NextScaleModel
 from ..output import Preview
 from ..pipeline import Pipeline
 from ..stage import Schedule
 
 STRENGTH = 1.0  # of the data against the squared weights, as in the published fits
 STEPS = 500
-
-
-@dataclass(frozen=True)
-class Unguided(Method):
-    """Runs the last stages without the unconditional branch."""
-
-    last: int
-
-    def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
-        return (DENSE,) * (len(schedule) - self.last) + (StagePlan(cfg_branches="cond"),) * self.last
 
 
 @dataclass(frozen=True)
@@ -54,39 +44,36 @@ def measure(
     schedule: Schedule,
     seed: int = 0,
     batch: int = 8,
-    on_progress: Callable[[float], None] | None = None,
+    on_progress: Callable[[float], None] = lambda share: None,
 ) -> Measured:
     """Generates every prompt densely and with every number of stages changed."""
     decide, preview = SkipVAR().stages(schedule)
     if decide is None:
-        raise SettingError(f"{schedule} has too few stages to decide anything: SkipVAR needs three at least")
-    stages = range(1, min(MOST, len(schedule) - 1 - decide) + 1)
-    methods: list[Method] = [*(SkipStages(number) for number in stages), *(Unguided(number) for number in stages)]
+        raise SettingError(f"SkipVAR needs three stages at least; {schedule} has too few.")
+    numbers = range(1, min(MOST, len(schedule) - 1 - decide) + 1)
+    methods = [*map(SkipStages, numbers), *(DropGuidance(len(schedule) - number) for number in numbers)]
     found: list[tuple[Tensor, ...]] = []
     for start in range(0, len(prompts), batch):
-        some = list(prompts[start : start + batch])
-        latents: dict[int, Tensor] = {}
-        last: list[Preview] = []
+        shown: dict[int, Preview] = {}
 
-        def keep(shown: Preview, latents: dict[int, Tensor] = latents, last: list[Preview] = last) -> None:
-            latents[shown.done.stage.index] = shown.latent
-            last[:] = [shown]
+        def keep(one: Preview, shown: dict[int, Preview] = shown) -> None:
+            shown[one.done.stage.index] = one
 
-        request: dict[str, Any] = {"seed": seed + start, "size": schedule}
-        dense = pipe(some, method=Method(), on_stage=keep, **request).pixels
+        def pixels(method: Method, start: int = start, **more: Any) -> Tensor:
+            return pipe(list(prompts[start : start + batch]), seed=seed + start, size=schedule, method=method, **more).pixels
+
+        dense = pixels(Method(), on_stage=keep)
+        canvas = shown[len(schedule) - 1].canvas
         with torch.inference_mode():
-            small = (preview_of(latents[stage], schedule[preview], last[0].canvas) for stage in (decide - 1, decide))
-            features = features_of(*small)
-        similar = torch.stack([ssim(pipe(some, method=method, **request).pixels, dense) for method in methods], dim=1)
-        found.append((features.cpu().double(), *similar.cpu().double().split(len(stages), dim=1)))
-        if on_progress is not None:
-            on_progress(min(1.0, (start + batch) / len(prompts)))
+            features = features_of(*(preview_of(shown[stage].latent, schedule[preview], canvas) for stage in (decide - 1, decide)))
+        similar = torch.stack([ssim(pixels(method), dense) for method in methods], dim=1)
+        found.append((features.cpu().double(), *similar.cpu().double().split(len(numbers), dim=1)))
+        on_progress(min(1.0, (start + batch) / len(prompts)))
     return Measured(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
 def fit(measured: Measured, similarity: float) -> Decisions:
-    """The decision models that keep images at least this similar to the dense ones, as far as two features tell."""
-    require_similarity(similarity)
+    """Returns the decision models that keep images at least this similar to the dense ones, as far as two features tell."""
     skip, uncond = (most_within(similar, similarity) for similar in (measured.skipped, measured.unguided))
     kept = skip == 0
     return Decisions(
@@ -95,14 +82,8 @@ def fit(measured: Measured, similarity: float) -> Decisions:
     )
 
 
-def require_similarity(similarity: float) -> None:
-    """SettingError unless images can be as similar to others as this."""
-    if not 0 < similarity <= 1:
-        raise SettingError(f"similarity is above 0 and at most 1, such as 0.84; got {similarity!r}")
-
-
 def most_within(similar: Tensor, limit: float) -> Tensor:
-    """The largest number of stages [N] whose image is similar enough, from similarities [N, stages] with 1, 2, ... of them changed."""
+    """Returns the largest number of stages [N] whose image is similar enough, from similarities [N, stages] of 1, 2, ... of them."""
     numbers = torch.arange(1, similar.shape[1] + 1)
     return torch.where(similar >= limit, numbers, 0).amax(dim=1)
 
@@ -112,8 +93,8 @@ def constant(features: int, number: int) -> Classifier:
 
 
 def logistic_regression(features: Tensor, labels: Tensor) -> Classifier:
-    """A multinomial logistic regression of standardised features [N, F]: cross-entropy summed over the images, and half the squared
-    weights. Of a single class it is that class."""
+    """Fits a multinomial logistic regression of standardized features [N, F]: cross-entropy summed over the images, and half the squared
+    weights. A single class is returned as a constant."""
     classes, target = labels.unique(return_inverse=True)
     if len(classes) == 1:
         return constant(features.shape[1], int(classes[0]))

@@ -1,26 +1,24 @@
-"""Rows of results: files of them, the machine and versions that they belong to, and which can be compared."""
+"""Rows of results: files of them, the machine and versions that they belong to, and statistics of times."""
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..device import hardware_name
-from ..errors import NextscaleError
-from ..io import append_text, write_text
+from ..errors import MissingExtra, NextscaleError, SettingError
+from ..io import append_text
 
-BENCHMARK = "quality"
-CONDITIONS = ("model", "size", "images", "seed", "batch", "dtype", "hardware")  # equal in rows that can be compared
-FORMAT = "quantize"  # of the weights; rows that were written before there was a choice have none
-PROBED = {"style": "style", "label": "label", "label_top5": "label among five"}
+DENSE = "dense"  # name of the row that others are compared with
 
 Row = dict[str, Any]
 """A line of a results file."""
@@ -30,19 +28,21 @@ def read_rows(file: Path) -> list[Row]:
     try:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
-        raise NextscaleError(f"{file} cannot be read as results, one JSON object per line ({error}): give another file") from error
+        raise NextscaleError(f"{file} must have one JSON object per line ({error}). Pass another file.") from error
     if other := [row for row in rows if not isinstance(row, dict)]:
-        raise NextscaleError(f"{file} holds {str(other[0])[:80]!r} among its results; expected one JSON object per line")
+        raise NextscaleError(f"{file} must have one JSON object per line; got {str(other[0])[:80]!r}. Pass another file.")
     return rows
 
 
-def write_rows(rows: Iterable[Row], file: Path) -> None:
-    write_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), file)
-
-
 def append_rows(rows: Iterable[Row], file: Path) -> None:
-    """Adds rows to a file, and creates it if it does not exist."""
-    append_text("".join(json.dumps(row) + "\n" for row in rows), file)
+    """Adds rows to a file; creates it if it does not exist."""
+    append_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), file)
+
+
+def require_results(file: Path | None) -> None:
+    """Raises SettingError unless rows can be added to the file: it must be new, or a file of results."""
+    if file is not None and file.exists() and any("benchmark" not in row for row in read_rows(file)):
+        raise SettingError(f"--out must be a new file or a file of results; got {file}. Choose another name.")
 
 
 def short_error(error: Exception) -> str:
@@ -50,20 +50,31 @@ def short_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def judged(rows: Iterable[Row]) -> list[Row]:
-    """Returns the rows of `nextscale quality`."""
-    return [row for row in rows if row.get("benchmark") == BENCHMARK and all(name in row for name in (*CONDITIONS, "method"))]
+def research(module: str) -> Any:
+    """Imports a module of the research package, which has further metrics and plots."""
+    try:
+        return import_module(f"nextscale_research.{module}")
+    except ImportError as error:
+        raise MissingExtra(f"this needs the package nextscale-research ({error}). Run `pip install ./research` in a checkout.") from error
 
 
-def comparable(rows: Sequence[Row], one: Row) -> list[Row]:
-    """Returns the last row of every method among those judged under the same conditions as `one`."""
-    same = [row for row in rows if all(row.get(name) == one.get(name) for name in (*CONDITIONS, FORMAT))]
-    return list({row["method"]: row for row in same}.values())
+# --- times
 
 
-def real_agreement(row: Row) -> str:
-    """Returns the accuracy of the probes on real images in words; empty if it was not measured."""
-    return ", ".join(f"{title} {row[name]['real']:.0%}" for name, title in PROBED.items() if name in row and row[name]["real"] is not None)
+def wait(device: torch.device) -> None:
+    """Waits until the device has finished all launched work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def percentiles(values: Sequence[float], digits: int = 4) -> dict[str, float]:
+    """Returns the median, the 20th and the 80th percentile."""
+    tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [*values] * 9
+    return {name: round(tenths[place], digits) for name, place in (("median", 4), ("p20", 1), ("p80", 7))}
+
+
+def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
+    return {f"{name}_ms": value for name, value in percentiles([1000 * one for one in seconds], 3).items()}
 
 
 # --- the machine and the versions
@@ -92,7 +103,7 @@ def commit() -> str:
     if "NEXTSCALE_COMMIT" in os.environ:
         return os.environ["NEXTSCALE_COMMIT"]
     here = Path(__file__)
-    tracked = _git("ls-files", here.name, folder=here.parent)  # an installed copy may lie inside the checkout of another project
+    tracked = _git("ls-files", here.name, folder=here.parent)  # an installed copy may be inside the checkout of another project
     return (_git("rev-parse", "--short", "HEAD", folder=here.parent) if tracked else "") or "unknown"
 
 

@@ -143,10 +143,6 @@ def attend_lengths(
     ragged, length = (lengths, room) if isinstance(lengths, Tensor) else (None, lengths)  # the largest possible length, or that of all rows
     if ragged is not None:
         require_shape("lengths", ragged, rows)
-    if not 1 <= length <= room:
-        raise ValueError(f"expected a length from 1 to {room}; got {length}")
-    if any(x.stride(3) != 1 for x in (q, keys, values)):
-        raise ValueError(f"channels must lie side by side; got strides {[x.stride() for x in (q, keys, values)]}")
     out = torch.empty(branches, num_queries, heads * channels, dtype=q.dtype if e4m3_scale is None else E4M3, device=q.device)
     queries, key_block, warps, stages = tile_for(length, channels) if tile is None else tile
     with torch.cuda.device_of(q):

@@ -42,12 +42,6 @@ def sample_bits(logits: Tensor, noise: Tensor, top_p: float = 0.0, *, warps: int
 
     top_p: 0, or above a half, so that of two that are equally likely both stay; else it would be chance which of them does.
     """
-    if logits.dtype != torch.float32 or logits.shape[-1] != 2:
-        raise ValueError(f"logits are float32 [..., 2]; got {list(logits.shape)}, {logits.dtype}")
-    if noise.dtype != torch.float32 or noise.shape != logits.shape:
-        raise ValueError(f"noise is float32 {list(logits.shape)}; got {list(noise.shape)}, {noise.dtype}")
-    if top_p != 0 and not 0.5 < top_p <= 1:
-        raise ValueError(f"top_p is 0 or above a half here; got {top_p}")
     logits, noise = logits.contiguous(), noise.contiguous()
     bits = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
     with torch.cuda.device_of(logits):

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .reference import INT8_MAX, MIN_SCALE, Int8Tokens, require_room, require_stores
+from .reference import INT8_MAX, MIN_SCALE, Int8Tokens
 from .reference import dequantize_tokens_reference as dequantize_tokens_reference  # apart from here: they run where there is no Triton
 from .reference import quantize_tokens_reference as quantize_tokens_reference
 from .shapes import power_of_two, warps_for
@@ -81,9 +81,6 @@ def quantize_tokens(keys: Tensor, values: Tensor, start: int | Tensor, new: int,
 
     start: a number, or one per row [R]. The store may have room for more or fewer tokens than T.
     """
-    require_stores(keys, values, store)
-    require_room(keys, start, new, store)
-    require_alike(keys, values, store)
     rows, _, heads, head_dim = keys.shape
     starts = start.contiguous() if isinstance(start, Tensor) else None
     head_block, channel_block = power_of_two(heads), power_of_two(head_dim)
@@ -98,8 +95,6 @@ def quantize_tokens(keys: Tensor, values: Tensor, start: int | Tensor, new: int,
 
 def dequantize_tokens(store: Int8Tokens, keys: Tensor, values: Tensor, *, warps: int | None = None) -> None:
     """Writes the first T tokens of a store, times their scales, to keys and values [R, T, H, D]."""
-    require_stores(keys, values, store)
-    require_alike(keys, values, store)
     rows, tokens, heads, head_dim = keys.shape
     if not tokens:
         return
@@ -110,11 +105,3 @@ def dequantize_tokens(store: Int8Tokens, keys: Tensor, values: Tensor, *, warps:
             HEADS=heads, HEAD_DIM=head_dim, HEAD_BLOCK=head_block, CHANNEL_BLOCK=channel_block,
             num_warps=warps or warps_for(head_block * channel_block),
         )  # fmt: skip
-
-
-def require_alike(keys: Tensor, values: Tensor, store: Int8Tokens) -> None:
-    """ValueError unless keys lie as values do, and the heads of a token and their channels side by side."""
-    for one, other in ((keys, values), (store.keys, store.values), (store.key_scales, store.value_scales)):
-        together = (one.shape[3], 1) if one.ndim == 4 else (1,)
-        if one.stride() != other.stride() or one.stride()[2:] != together:
-            raise ValueError(f"heads and channels must lie side by side, keys as values do; got strides {one.stride()}, {other.stride()}")

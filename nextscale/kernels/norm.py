@@ -80,25 +80,55 @@ def norm_modulate(
     centred: False is a root-mean-square norm. dtype: of the result, that of x by default; with `e4m3_scale` the result is divided by it and
     rounded to e4m3.
     """
+    return launch(x, index, None, None, scale, shift, centred, image, dtype, e4m3_scale, warps)[1]
+
+
+def residual_norm_modulate(
+    x: Tensor,
+    gate: Tensor | None,
+    update: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    *,
+    centred: bool = True,
+    image: Tensor | None = None,
+    e4m3_scale: float | None = None,
+    warps: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x + gate * update, and its layer norm times scale plus shift: [R, N, C] each.
+
+    gate, scale and shift are [R, 1, C] or [C]; no gate is a gate of 1. All else as in `norm_modulate`.
+    """
+    require_shape("update", update, *x.shape)
+    return launch(x, None, gate, dense_channels(update), scale, shift, centred, image, None, e4m3_scale, warps)
+
+
+def launch(
+    x: Tensor, index: Tensor | None, gate: Tensor | None, update: Tensor | None, scale: Tensor | None, shift: Tensor | None,
+    centred: bool, image: Tensor | None, dtype: torch.dtype | None, e4m3_scale: float | None, warps: int | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the sum, or x if there is no update, and the result."""
     rows, tokens, channels = x.shape
-    images = images_in(image, rows, scale, shift)
-    x, scale, shift = dense_channels(x), each_row(scale, rows * images, channels), each_row(shift, rows * images, channels)
+    images = images_in(image, rows, gate, scale, shift)
+    x, (gate, scale, shift) = dense_channels(x), (each_row(one, rows * images, channels) for one in (gate, scale, shift))
     if index is not None:
         index = require_index(index, rows)
         tokens = index.shape[1]
     if image is not None:
         require_shape("image", image, tokens)
+    total = None if update is None else torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device)
     out = torch.empty(rows, tokens, channels, dtype=(dtype or x.dtype) if e4m3_scale is None else E4M3, device=x.device)
     block = power_of_two(channels)
     with torch.cuda.device_of(x):
         norm_modulate_kernel[tokens, rows](
-            x, index, image, None, None, scale, shift, None, out,
-            tokens, images, x.stride(0), x.stride(1), 0, 0, 0, row_stride(scale), row_stride(shift), NORM_EPS, 1 / (e4m3_scale or 1.0),
-            INDEXED=index is not None, PACKED=image is not None, UPDATED=False, GATED=False, SCALED=scale is not None,
-            SHIFTED=shift is not None, CENTRED=centred, QUANTIZED=e4m3_scale is not None, CHANNELS=channels, BLOCK=block,
-            num_warps=warps or warps_for(block),
+            x, index, image, update, gate, scale, shift, total, out,
+            tokens, images, *x.stride()[:2], *((0, 0) if update is None else update.stride()[:2]), *map(row_stride, (gate, scale, shift)),
+            NORM_EPS, 1 / (e4m3_scale or 1.0),
+            INDEXED=index is not None, PACKED=image is not None, UPDATED=update is not None, GATED=gate is not None,
+            SCALED=scale is not None, SHIFTED=shift is not None, CENTRED=centred, QUANTIZED=e4m3_scale is not None,
+            CHANNELS=channels, BLOCK=block, num_warps=warps or warps_for(block),
         )  # fmt: skip
-    return out
+    return x if total is None else total, out
 
 
 def each_row(modulation: Tensor | None, rows: int, channels: int) -> Tensor | None:
@@ -144,44 +174,6 @@ def norm_modulate_reference(
     elif shift is not None:
         y = y + shift
     return y if e4m3_scale is None else to_e4m3(y, e4m3_scale)
-
-
-def residual_norm_modulate(
-    x: Tensor,
-    gate: Tensor | None,
-    update: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    *,
-    centred: bool = True,
-    image: Tensor | None = None,
-    e4m3_scale: float | None = None,
-    warps: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """x + gain * update, and its layer norm times scale plus shift: [R, N, C] each.
-
-    gain, scale and shift are [R, 1, C] or [C]; no gain is a gain of 1. All else as in `norm_modulate`.
-    """
-    rows, tokens, channels = x.shape
-    require_shape("update", update, rows, tokens, channels)
-    images = images_in(image, rows, gate, scale, shift)
-    x, update = dense_channels(x), dense_channels(update)
-    gate, scale, shift = (each_row(one, rows * images, channels) for one in (gate, scale, shift))
-    if image is not None:
-        require_shape("image", image, tokens)
-    total = torch.empty(rows, tokens, channels, dtype=x.dtype, device=x.device)
-    out = torch.empty_like(total, dtype=x.dtype if e4m3_scale is None else E4M3)
-    block = power_of_two(channels)
-    with torch.cuda.device_of(x):
-        norm_modulate_kernel[tokens, rows](
-            x, None, image, update, gate, scale, shift, total, out,
-            tokens, images, x.stride(0), x.stride(1), update.stride(0), update.stride(1), row_stride(gate),
-            row_stride(scale), row_stride(shift), NORM_EPS, 1 / (e4m3_scale or 1.0),
-            INDEXED=False, PACKED=image is not None, UPDATED=True, GATED=gate is not None, SCALED=scale is not None,
-            SHIFTED=shift is not None, CENTRED=centred, QUANTIZED=e4m3_scale is not None, CHANNELS=channels, BLOCK=block,
-            num_warps=warps or warps_for(block),
-        )  # fmt: skip
-    return total, out
 
 
 def residual_norm_modulate_reference(

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .shapes import require_shape
-
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 INT8_MAX = 127
@@ -39,25 +37,7 @@ class Int8Tokens(NamedTuple):
         return (self.keys, self.key_scales), (self.values, self.value_scales)
 
 
-def require_stores(keys: Tensor, values: Tensor, store: Int8Tokens) -> None:
-    rows, tokens, heads, channels = keys.shape
-    require_shape("values", values, rows, tokens, heads, channels)
-    for name, (numbers, scales) in zip(("keys", "values"), store.pairs, strict=True):
-        require_shape(f"the store of {name}", numbers, rows, numbers.shape[1], heads, channels)
-        require_shape(f"the scales of {name}", scales, *store.keys.shape[:3])
-
-
-def require_room(keys: Tensor, start: int | Tensor, new: int, store: Int8Tokens) -> None:
-    room = min(keys.shape[1], store.keys.shape[1])
-    if isinstance(start, Tensor):
-        require_shape("start", start, keys.shape[0])
-    elif not 0 <= start <= room - new:
-        raise ValueError(f"{new} tokens from {start} on do not fit into {room}")
-
-
 def quantize_tokens_reference(keys: Tensor, values: Tensor, start: int | Tensor, new: int, store: Int8Tokens) -> None:
-    require_stores(keys, values, store)
-    require_room(keys, start, new, store)
     row = torch.arange(keys.shape[0], device=keys.device)[:, None]
     begin = start[:, None].long() if isinstance(start, Tensor) else start
     entry = begin + torch.arange(new, device=keys.device)[None]
@@ -69,7 +49,6 @@ def quantize_tokens_reference(keys: Tensor, values: Tensor, start: int | Tensor,
 
 
 def dequantize_tokens_reference(store: Int8Tokens, keys: Tensor, values: Tensor) -> None:
-    require_stores(keys, values, store)
     tokens = keys.shape[1]
     for target, (numbers, scales) in zip((keys, values), store.pairs, strict=True):
         target.copy_(numbers[:, :tokens].float() * scales[:, :tokens, :, None])

@@ -93,31 +93,22 @@ def rotate_into_cache(
     keys, values and `start` have R * B rows, and token n of row r goes to place start + place[n] of row r * B + image[n]. The index is
     [1, N] then. Of what lies behind the last token nothing is written, nor are its queries.
     """
-    rows, tokens, three, heads, head_dim = qkv.shape
-    if three != 3 or head_dim % 2:
-        raise ValueError(f"qkv is [R, N, 3, H, D] with an even D; got {list(qkv.shape)}")
+    rows, tokens, _, heads, head_dim = qkv.shape
     if qkv.stride()[-2:] != (head_dim, 1):
         qkv = qkv.contiguous()
     images = 1 if packed is None else keys.shape[0] // rows
     for name, store in (("keys", keys), ("values", values)):
         require_shape(name, store, rows * images, keys.shape[1], heads, head_dim)
-        if store.stride()[-2:] != (head_dim, 1):
-            raise ValueError(f"{name} are written in place: heads and channels must lie side by side; got strides {store.stride()}")
     image, place, ends = packed or (None, None, None)
     for name, entries, expected in (("image", image, tokens), ("place", place, tokens), ("starts", ends, images + 1)):
         if entries is not None:
             require_shape(name, entries, expected)
-    if isinstance(start, int) and packed is None and not 0 <= start <= keys.shape[1] - tokens:
-        raise ValueError(f"{tokens} tokens from {start} on do not fit into {keys.shape[1]}")
     if temperature is not None:
         temperature = temperature.flatten().float().contiguous()
         require_shape("temperature", temperature, heads)
     table = None
     if rotation is not None:
-        if rotation.dtype != torch.complex64 or rotation.ndim != 2 or rotation.shape[1] != head_dim // 2:
-            raise ValueError(f"rotation is complex64 [cells, {head_dim // 2}]; got {list(rotation.shape)}, {rotation.dtype}")
-        if index is None:
-            require_shape("rotation", rotation, tokens, head_dim // 2)
+        require_shape("rotation", rotation, rotation.shape[0] if index is not None else tokens, head_dim // 2)
         table = torch.view_as_real(rotation.resolve_conj().contiguous())  # cosine and sine side by side
     if index is not None:
         index = require_index(index, rows if packed is None else 1)

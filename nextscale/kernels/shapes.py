@@ -29,8 +29,6 @@ def dense_channels(x: Tensor) -> Tensor:
 
 def per_row(x: Tensor, rows: int, channels: int) -> Tensor:
     """[C], [1, 1, C] or [R, 1, C] as [R, C] without a copy: what all rows share has a row stride of 0."""
-    if x.ndim not in (1, 3) or x.shape[-1] != channels or (x.ndim == 3 and (x.shape[0] not in (1, rows) or x.shape[1] != 1)):
-        raise ValueError(f"expected [C], [1, 1, C] or [R, 1, C] with R = {rows} and C = {channels}; got {list(x.shape)}")
     return dense_channels(x if x.ndim == 1 else x[:, 0]).expand(rows, channels)
 
 
@@ -41,8 +39,7 @@ def require_shape(name: str, x: Tensor, *shape: int) -> None:
 
 def require_index(index: Tensor, rows: int) -> Tensor:
     """[R, K] positions, contiguous."""
-    if index.ndim != 2 or index.shape[0] != rows or index.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"an index is [R, K] whole numbers with R = {rows}; got {list(index.shape)}, {index.dtype}")
+    require_shape("index", index, rows, index.shape[-1])
     return index.contiguous()
 
 

@@ -24,7 +24,6 @@ from ..models.var import ClassConfig
 from ..pipeline import Pipeline
 from ..profiles import fingerprint, own_profiles
 from ..text import Encoder, RandomEncoder
-from ..text.files import EncoderSource
 from ..text.prompts import ClassReader, EncoderOpener, PromptReader, TextReader
 from ..tokenizers import HartTokenizerConfig
 from ..tokenizers.base import Tokenizer
@@ -165,14 +164,14 @@ def prompt_reader(
         options: dict[str, Any] = {"tokens": spec.model.text_tokens} if isinstance(spec.model, HartConfig) else {}
         if offload:
             options["offload"] = True
-        path = text_encoder or (source.origin.path if isinstance(source.origin, Embedded) else source.origin)
+        path = text_encoder or (find(None, source.origin, "text encoder") if isinstance(source.origin, Embedded) else source.origin)
         if artifact is not None and artifact.encoder is not None:
             path = text_encoder or artifact.below(home()) or path
-            path = path if download else EncoderSource(path, artifact.encoder, download=False).open()
+            path = path if download else artifact.encoder.open(path, download=False)
         return source.encoder(path, device=device, **options)
 
     kind = getattr(source.encoder, "__name__", "")
-    return TextReader(EncoderOpener(open_encoder, named, kind, device, offload, can_offload=named is not None), source.reads_empty)
+    return TextReader(EncoderOpener(open_encoder, named, kind, device, offload), source.reads_empty)
 
 
 # --- weights

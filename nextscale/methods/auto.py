@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..device import hardware_name
 from ..errors import SettingError
-from ..validation import is_number
+from ..validation import is_number, require
 from .method import Method, Plans
 
 if TYPE_CHECKING:
@@ -37,94 +37,77 @@ class Auto(Method):
     ms: float | None = None
 
     def __post_init__(self) -> None:
-        targets = self._targets
-        if len(targets) > 1:
-            named = " and ".join(f"{name}={value}" for name, value in targets.items())
-            raise SettingError(f"auto takes one target, and here are {named}: choose the one that counts")
+        targets = {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+        require(len(targets) < 2, "auto", "given one target: speedup, lpips or ms", targets)
         for name, value in targets.items():
-            if not is_number(value) or not 0 < value < math.inf:
-                raise SettingError(f"auto:{name}={value!r}: give a number above 0")
-
-    @property
-    def _targets(self) -> dict[str, float]:
-        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) is not None}
+            require(is_number(value) and 0 < value < math.inf, name, "a number above 0", value)
 
     def resolve(self, context: SelectionContext) -> tuple[Method, str | None]:
-        """Takes the point for this context; while the size is not known it stays open, and some profile has to meet the target."""
-        if context.schedule is None:
-            self._require_possible(context)
-            return self, None
-        profile = fitting_profile(context)
-        point = self._point(profile, context)
-        return point.as_method(), f"{self.label}: {point.label} in the profile of {profile.described}"
+        """Takes the point for this context. While the size is not known it stays open, and some profile has to meet the target."""
+        if context.schedule is not None:
+            profile = fitting_profile(context)
+            point = self._point(profile, context)
+            return point.as_method(), f"{self.label}: {point.label} in the profile of {profile.described}"
+        error = no_profile(context)
+        for profile in on_device(context):
+            try:
+                self._point(profile, context)
+                return self, None
+            except SettingError as unmet:
+                error = unmet
+        raise error
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
-        raise SettingError(f"{self.label} stands for no method before it is resolved: call `resolve` with what is known of the request")
+        raise SettingError(f"{self.label} is not a method until `resolve` has selected one for a request.")
 
     def point_of(self, profile: MeasuredProfile) -> MeasuredPoint:
-        """The point of a profile that meets the target, wherever that was measured."""
+        """Returns the point of a profile that meets the target, wherever that was measured."""
         if self.speedup is not None:
             return profile.nearest(self.speedup)
-        if self.ms is not None:
-            return profile.within(self.ms)
-        return profile.fastest(DEFAULT_LPIPS if self.lpips is None else self.lpips)
+        return profile.fastest(self.lpips or DEFAULT_LPIPS) if self.ms is None else profile.within(self.ms)
 
-    def _point(self, profile: MeasuredProfile, situation: SelectionContext) -> MeasuredPoint:
-        if self.ms is not None and profile.hardware != hardware_name(situation.device):
+    def _point(self, profile: MeasuredProfile, context: SelectionContext) -> MeasuredPoint:
+        here = hardware_name(context.device)
+        if self.ms is not None and profile.hardware != here:
             raise SettingError(
-                f"auto:ms={self.ms:g}: the profile of {profile.described} says nothing of times on {hardware_name(situation.device)};"
-                f" {advice(situation)}, or ask for a speedup or an LPIPS"
+                f"ms needs a profile of {here}; got that of {profile.described}: {advice(context)}, or give speedup or lpips."
             )
         return self.point_of(profile)
 
-    def _require_possible(self, situation: SelectionContext) -> None:
-        error = SettingError(no_profile(situation))
-        for profile in on_device(situation):
-            try:
-                self._point(profile, situation)
-            except SettingError as unmet:
-                error = unmet
-            else:
-                return
-        raise error
 
+def fitting_profile(context: SelectionContext) -> MeasuredProfile:
+    """Returns the profile for a request: of the same grids before one of another aspect ratio, of the same hardware before any other on the
+    same kind of device, then of the nearest batch; of equals the last."""
 
-def fitting_profile(situation: SelectionContext) -> MeasuredProfile:
-    """The profile for a request: of the same grids before one of another aspect ratio, of the same hardware before any other on the same
-    kind of device, then of the nearest batch; of equals the last."""
-    fitting = [profile for profile in on_device(situation) if same_budget(profile, situation)]
+    def distance(profile: MeasuredProfile) -> tuple[bool, bool, float]:
+        batch = abs(math.log(profile.batch) - math.log(context.batch))  # a file may have any number, larger than floats too
+        return profile.grids != context.sizes, profile.hardware != hardware_name(context.device), batch
+
+    fitting = [profile for profile in on_device(context) if same_budget(profile, context)]
     if not fitting:
-        raise SettingError(no_profile(situation))
-    return min(reversed(fitting), key=lambda profile: _distance(profile, situation))
+        raise no_profile(context)
+    return min(reversed(fitting), key=distance)
 
 
-def on_device(situation: SelectionContext) -> list[MeasuredProfile]:
-    return [profile for profile in situation.profiles if profile.device == situation.device.type]
+def on_device(context: SelectionContext) -> list[MeasuredProfile]:
+    return [profile for profile in context.profiles if profile.device == context.device.type]
 
 
-def same_budget(profile: MeasuredProfile, situation: SelectionContext) -> bool:
-    """Whether it has as many stages, and about as many cells in the last one."""
-    if len(profile.grids) != len(situation.sizes):
+def same_budget(profile: MeasuredProfile, context: SelectionContext) -> bool:
+    """Returns True if it has as many stages, and about as many cells in the last one."""
+    if len(profile.grids) != len(context.sizes):
         return False
-    cells, own = math.prod(situation.sizes[-1]), math.prod(profile.grids[-1])
+    cells, own = math.prod(context.sizes[-1]), math.prod(profile.grids[-1])
     return abs(cells - own) <= SAME_BUDGET * own
 
 
-def _distance(profile: MeasuredProfile, situation: SelectionContext) -> tuple[bool, bool, float]:
-    batch = abs(math.log(profile.batch) - math.log(situation.batch))  # a file may have any number, larger than floats too
-    return profile.grids != situation.sizes, profile.hardware != hardware_name(situation.device), batch
+def no_profile(context: SelectionContext) -> SettingError:
+    size = f" at {context.size}" if context.size else ""
+    known = "; ".join(profile.described for profile in context.profiles) or "none"
+    return SettingError(f"auto needs a profile of {context.name}{size} on {context.device.type}; got {known}: {advice(context)}.")
 
 
-# --- in words
-
-
-def no_profile(situation: SelectionContext) -> str:
-    request = " ".join([situation.name, *([f"at {situation.size}"] if situation.size else []), "on", situation.device.type])
-    known = "; ".join(profile.described for profile in situation.profiles)
-    return f"auto takes methods from a profile, and none fits {request}{f' (there are: {known})' if known else ''}: {advice(situation)}"
-
-
-def advice(situation: SelectionContext) -> str:
-    size = f" --size {situation.size}" if situation.size else ""
-    weights = f" --weights {shlex.quote(str(situation.weights))}" if situation.weights else ""
-    return f"measure it with `nextscale tune -m {situation.name}{weights}{size} --batch {situation.batch} --device {situation.device.type}`"
+def advice(context: SelectionContext) -> str:
+    size = f" --size {context.size}" if context.size else ""
+    weights = f" --weights {shlex.quote(str(context.weights))}" if context.weights else ""
+    return f"measure one: `nextscale tune -m {context.name}{weights}{size} --batch {context.batch} --device {context.device.type}`"

@@ -34,10 +34,13 @@ def source(plans: Sequence[StagePlan], stage: int, name: Hashable) -> int | None
     return next((earlier for earlier in reversed(range(stage)) if name in plans[earlier].stores), None)
 
 
-def require_sources(alone: Sequence[StagePlan], together: Sequence[StagePlan]) -> None:
-    """Raises SettingError unless a method, planned `alone`, reads and observes the same stages when all methods run together."""
+def require_sources(alone: Sequence[StagePlan], together: Sequence[StagePlan], data_dependent: bool) -> None:
+    """Raises SettingError unless a method, planned `alone`, reads and observes the same stages when all methods run together.
+
+    A data-dependent method runs all cells where it has observed nothing.
+    """
     for stage, plan in enumerate(alone):
-        observed = [earlier for earlier in range(stage) if alone[earlier].observed]
+        observed = [earlier for earlier in range(stage) if alone[earlier].observed and not data_dependent]
         if plan.num_tokens and not together[stage].skip and observed and all(together[earlier].skip for earlier in observed):
             raise SettingError(
                 f"these methods cannot be combined: stage {stage} chooses cells by stages {observed[0]} to {observed[-1]}, which all are"
@@ -103,8 +106,8 @@ class Combined(Method):
         self._require_compatible()
         forecasts = [method.forecast(model, schedule, guided, kept) for method in self.methods]
         together = tuple(merged(plans, stage) for stage, plans in enumerate(zip(*forecasts, strict=True)))
-        for alone in forecasts:
-            require_sources(alone, together)
+        for method, alone in zip(self.methods, forecasts, strict=True):
+            require_sources(alone, together, method.data_dependent)
         return together
 
     def _require_compatible(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -97,12 +97,12 @@ class FastVAR(Method):
         plans = [StagePlan(skip=True) if ratios.get(stage.index) == 1 else DENSE for stage in schedule]
         pruned = {s: ratio for s, ratio in ratios.items() if ratio < 1 and share_of(schedule[s].cells, ratio) > 0} if layers else {}
         for stage, ratio in pruned.items():
-            plans[stage] = StagePlan(spans=(PrunedBlocks(layers, f"fastvar {ratio}", ratio),))
+            plans[stage] = StagePlan(spans=(PrunedBlocks(layers, ratio),))
         if pruned:
             require_separate_sublayers(model, "FastVAR")
             run = [stage for stage in range(min(pruned)) if ratios.get(stage) != 1]
             require(cached is None or cached in run, "cache_stage", f"one of {run}, which run before the first pruned stage", cached)
-            plans[run[-1] if cached is None else cached] = StagePlan(spans=(CachedBlocks(layers),))
+            plans[run[-1] if cached is None else cached] = StagePlan(spans=(CachedBlocks(layers, model.stack[0].num_sublayers),))
         return tuple(plans)
 
     def _stages(self, model: NextScaleModel, schedule: Schedule) -> tuple[Mapping[int, float], int | None]:
@@ -159,14 +159,13 @@ def released_stages(model: NextScaleModel, schedule: Schedule) -> tuple[dict[int
 # --- spans
 
 
-def memory_key(block: Block, sublayer: int) -> Hashable:
+def memory_key(layer: int, sublayer: int) -> Hashable:
     """Returns the key in `ctx.memory` of what a sublayer has added."""
-    return "fastvar", block.layer, sublayer
+    return "fastvar", layer, sublayer
 
 
-def memory_names(layers: Iterable[int]) -> frozenset[Hashable]:
-    """Returns the names by which plans know what is kept of these blocks, one for all sublayers of a block."""
-    return frozenset(("fastvar", layer) for layer in layers)
+def memory_keys(layers: range, sublayers: int) -> frozenset[Hashable]:
+    return frozenset(memory_key(layer, sublayer) for layer in layers for sublayer in range(sublayers))
 
 
 @dataclass(frozen=True)
@@ -175,20 +174,17 @@ class CachedBlocks(Span):
 
     whole_stage = True
     layers: range
-    key: Hashable = "fastvar cache"
+    sublayers: int  # of each block
 
     def num_tokens(self, tokens: int) -> int:
         return tokens
 
     @property
     def stores(self) -> frozenset[Hashable]:
-        return memory_names(self.layers)
-
-    def stored_maps(self, blocks: Sequence[Block]) -> dict[Hashable, int]:
-        return {name: block.num_sublayers for block in blocks for name in memory_names([block.layer])}
+        return memory_keys(self.layers, self.sublayers)
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        keyed = [(memory_key(block, i), sublayer) for block in blocks for i, sublayer in enumerate(block.sublayers(ctx))]
+        keyed = [(memory_key(block.layer, i), sublayer) for block in blocks for i, sublayer in enumerate(block.sublayers(ctx))]
         sublayers = [sublayer for _, sublayer in keyed]
         return run_sublayers(sublayers, x, tokens, ctx, lambda number, update: ctx.memory.store(keyed[number][0], update, tokens))
 
@@ -198,7 +194,6 @@ class PrunedBlocks(Span):
     """Runs every sublayer on the salient tokens, and adds to the others what an earlier stage has kept."""
 
     layers: range
-    key: Hashable
     ratio: float  # share of the tokens that are not run
 
     def num_tokens(self, tokens: int) -> int:
@@ -206,7 +201,7 @@ class PrunedBlocks(Span):
 
     @property
     def needs(self) -> frozenset[Hashable]:
-        return memory_names(self.layers)
+        return memory_keys(self.layers, 1)
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         for block in blocks:
@@ -215,7 +210,7 @@ class PrunedBlocks(Span):
                 if ctx.computed is not None:
                     ctx.computed.add(kept, selection, 1)
                 update, gate = sublayer.update(x, kept, ctx, selection)
-                x = restored(x, update, gate, selection, memory_key(block, number), tokens, ctx)
+                x = restored(x, update, gate, selection, memory_key(block.layer, number), tokens, ctx)
         return repeat_tail(x, tokens.count)
 
 

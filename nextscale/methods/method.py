@@ -67,7 +67,11 @@ class Span(Protocol):
     whole_stage: ClassVar[bool] = False  # True: it cannot run on a part of a stage's cells
 
     layers: range
-    key: Hashable
+
+    @property
+    def key(self) -> str:
+        """Returns the name in messages."""
+        return type(self).__name__
 
     def num_tokens(self, tokens: int) -> int:
         """How many tokens of a row its blocks compute when `tokens` enter."""
@@ -75,7 +79,7 @@ class Span(Protocol):
 
     @property
     def stores(self) -> frozenset[Hashable]:
-        """Names of what it keeps in `ctx.memory` for later stages."""
+        """Returns the keys of the maps [rows, cells, dim] that it stores in `ctx.memory` for later stages."""
         return frozenset()
 
     @property
@@ -90,10 +94,6 @@ class Span(Protocol):
     def own_macs(self, tokens: int, dim: int) -> int:
         """MACs of its own matrix products for one row that this number of tokens enter, such as a projection to fewer tokens."""
         return 0
-
-    def stored_maps(self, blocks: Sequence[Block]) -> dict[Hashable, int]:
-        """Number of maps [rows, cells, dim] that it keeps under each name in `stores` when it runs `blocks`."""
-        return dict.fromkeys(self.stores, 1)
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor: ...
 

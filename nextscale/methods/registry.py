@@ -136,3 +136,36 @@ def parse_value(text: str) -> object:
     if isinstance(tree.body, ast.Dict) and len(value) < len(tree.body.keys):
         raise SettingError(f"keys of a mapping must be different; got {text}.")
     return tuple(value) if isinstance(value, list) else value
+
+
+MILD, BOLD = "budgets .8/.6/.5, guidance dropped", "budgets .6/.4/.25, guidance dropped"  # rows of standard_methods
+
+
+def standard_methods(stages: int) -> dict[str, str]:
+    """Returns plain skipping, every method at its defaults, budgets of SparseVAR, and two combinations that were tuned on nano.
+
+    FastVAR and StageVAR are published for 13 stages: they skip the last two, and thin or project the one before. There each is also tried
+    without skipping. Of 10 stages FastVAR thins the last by 0.4, so there it is also tried on the last two; StageVAR runs the last two
+    without guidance and the last at low rank.
+    """
+    skips = stages > 12
+    thinned = {stages - 4: 0.4, stages - 3: 0.5, stages - 2: 0.6, stages - 1: 0.75} if skips else {stages - 2: 0.4, stages - 1: 0.5}
+    variant = "no stage skipped" if skips else "last two stages"
+    late = range(stages - 3, stages)
+    mild, bold = (dict(zip(late, shares, strict=True)) for shares in ((0.8, 0.6, 0.5), (0.6, 0.4, 0.25)))
+    return {
+        "skip the last stage": "skip:last=1",
+        "skip the last two stages": "skip:last=2",
+        "skip the last three stages": "skip:last=3",
+        MILD: f"sparsevar:keep={mild},alpha=6 + dropguidance:first_stage={stages - 2}",
+        BOLD: f"sparsevar:keep={bold} + dropguidance:first_stage={stages - 3}",
+        "SparseVAR": "sparsevar",
+        **{f"SparseVAR, {share:.0%} of the cells": f"sparsevar:keep={share}" for share in (0.2, 0.3, 0.4, 0.5, 0.6)},
+        "FastVAR": "fastvar",
+        f"FastVAR, {variant}": f"fastvar:ratios={thinned}",
+        "StageVAR": "stagevar",
+        **({"StageVAR, no stage skipped": f"stagevar:alphas={ {stages - 1: 0.96} }"} if skips else {}),
+        "guidance dropped": "dropguidance",
+        "guidance dropped, unconditional rows kept": "dropguidance:kept_rows=uncond",
+        "ToMe": "tome",
+    }

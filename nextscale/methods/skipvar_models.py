@@ -96,5 +96,7 @@ def decisions_named(name: str) -> Decisions:
             raise FileNotFoundError("no name of such a file, which ends in .json")
         content = json.loads(regular(expanded(name)).read_text())
     except (OSError, ValueError, RecursionError) as error:  # ValueError: neither text nor JSON
-        raise SettingError(f"SkipVAR: models {name!r}: take one of {', '.join(published)} or a file of `nextscale fit`: {error}") from None
+        raise SettingError(
+            f"models must be one of {', '.join(published)} or a file of `nextscale calibrate skipvar`; got {name!r} ({error})."
+        ) from None
     return Decisions.read(content, name)

@@ -124,27 +124,23 @@ class StageVAR(Method):
 
     def first_unguided(self, model: NextScaleModel, schedule: Schedule) -> int:
         """Returns the index of the first stage that runs the rows of one cfg branch alone."""
-        if self.guidance_off is not None:
-            return self.guidance_off
-        defaults = DEFAULTS.get(model.family)
-        if self.as_released and defaults is not None and defaults.sides:
-            return next((stage.index for stage in schedule if stage.width in defaults.sides), len(schedule))
-        if defaults is not None and defaults.stages == len(schedule):
-            return defaults.guidance_off
-        return max(1, len(schedule) - 2)
+        return self._defaults(model, schedule)[0] if self.guidance_off is None else self.guidance_off
 
     def stage_alphas(self, model: NextScaleModel, schedule: Schedule) -> Mapping[int, float]:
         """Returns alphas by stage index; stages without one run in full."""
-        defaults = DEFAULTS.get(model.family)
-        if self.alphas is not None:
-            alphas = dict(self.alphas)
-            require_stages("alphas", alphas, len(schedule))
-            return alphas
+        alphas = self._defaults(model, schedule)[1] if self.alphas is None else dict(self.alphas)
+        require_stages("alphas", alphas, len(schedule))
+        return alphas
+
+    def _defaults(self, model: NextScaleModel, schedule: Schedule) -> tuple[int, Mapping[int, float]]:
+        """Returns the first stage without guidance and the alphas where they are not given."""
+        defaults, last = DEFAULTS.get(model.family), len(schedule) - 1
         if self.as_released and defaults is not None and defaults.sides:
-            return {stage.index: defaults.sides[stage.width] for stage in schedule if stage.width in defaults.sides}
+            alphas = {stage.index: defaults.sides[stage.width] for stage in schedule if stage.width in defaults.sides}
+            return min(alphas, default=last + 1), alphas
         if defaults is not None and defaults.stages == len(schedule):
-            return defaults.alphas
-        return {len(schedule) - 1: ALPHA} if len(schedule) > 1 else {}
+            return defaults.guidance_off, defaults.alphas
+        return max(1, last - 1), {last: ALPHA} if last else {}
 
     def _require_released(self, model: NextScaleModel, schedule: Schedule, alphas: Mapping[int, float]) -> None:
         """Raises SettingError if the reference implementation cannot run this request, or would not do in it what it is for."""
@@ -230,10 +226,6 @@ class StoredGroup(Span):
     group: int
 
     @property
-    def key(self) -> Hashable:  # type: ignore[override]
-        return f"stagevar memory of group {self.group}"
-
-    @property
     def stores(self) -> frozenset[Hashable]:
         return frozenset({memory_name(self.group)})
 
@@ -260,10 +252,6 @@ class LowRankGroup(Span):
     counted: int | None = None  # tokens beyond this number do not count
     store: bool = False  # the next stage is restored from this one
     first_positions: bool = False  # the rows take the first positions of the stage instead of their representatives'
-
-    @property
-    def key(self) -> Hashable:  # type: ignore[override]
-        return f"stagevar {type(self).__name__} of group {self.group}, {self.ratio}"
 
     @property
     def whole_stage(self) -> bool:  # type: ignore[override]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -56,8 +56,7 @@ class ToMe(Method):
         stages = present_stages(range(len(schedule))[-LAST_STAGES:] if self.stages is None else self.stages, schedule, "ToMe")
         plans = [DENSE] * len(schedule)
         for stage in (schedule[index] for index in stages):
-            key = f"tome {self.ratio} {'+'.join(self.sublayers)}"
-            span = MergedBlocks(range(len(model.blocks)), key, self.ratio, self.sublayers, block_count(stage), self.random)
+            span = MergedBlocks(range(len(model.blocks)), self.ratio, self.sublayers, block_count(stage), self.random)
             if self.sublayers and span.num_tokens(stage.cells) < stage.cells:
                 require_separate_sublayers(model, "ToMe")
                 plans[stage.index] = StagePlan(spans=(span,))
@@ -82,7 +81,6 @@ class MergedBlocks(Span):
     """Runs some sublayers of its blocks on merged tokens."""
 
     layers: range
-    key: Hashable
     ratio: float
     sublayers: tuple[SublayerName, ...]
     destinations: int  # in the whole stage

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..cache import AttentionCall, NoCache
-from ..cache.attention import attend, attend_rows, reads_lengths, unit_queries, unit_vectors
+from ..cache.attention import attend_rows, reads_lengths, unit_vectors
 from ..stage import Tokens
 from ..varlen import VarlenLayout
 from .context import ForwardContext
@@ -40,11 +40,6 @@ class SelfAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
         self.log_temperature = nn.Parameter(torch.empty(heads)) if cosine else None
         self.scale = cosine_scale(self.head_dim) if cosine else 0.25 / math.sqrt(self.head_dim)
-
-    @property
-    def input_scale(self) -> float | None:
-        """Scale of e4m3 inputs; None if they are in the model's dtype."""
-        return input_scale_of(self.qkv)
 
     def forward(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         rope, cache, factor, packing = ctx.cond.rope, ctx.cache[self.layer], ctx.cond.logit_scales[self.layer], tokens.packing
@@ -116,11 +111,6 @@ class CrossAttention(nn.Module):
         self.unit = text.cosine  # queries and keys are unit vectors
         self.scale = cosine_scale(dim // heads) if text.cosine else text.sharpness / math.sqrt(dim // heads)
 
-    @property
-    def input_scale(self) -> float | None:
-        """Scale of e4m3 inputs; None if they are in the model's dtype."""
-        return input_scale_of(self.q)
-
     def text_keys_values(self, text: Tensor) -> Tensor:
         """Projects text rows [rows, C] to [rows, 2, H, D]. The keys include the logit scale, so that no stage has to apply it."""
         kv = self.kv(text).unflatten(-1, (2, self.heads, -1))
@@ -133,18 +123,9 @@ class CrossAttention(nn.Module):
         text = ctx.cond.text
         assert text is not None
         keys, values = text.keys_values[self.layer]
-        q = self.queries(x[: keys.shape[0]])  # a single row of text serves all rows: see TextContext
+        q = self.q(x[: keys.shape[0]]).unflatten(-1, (self.heads, -1))  # a single row of text serves all rows: see TextContext
         out = attend_rows(
             q, keys, values, text.lengths, self.scale,
             mask=text.mask, packing=packing, captured=ctx.captured, unit=self.unit, e4m3_scale=input_scale_of(self.proj),
         )  # fmt: skip
         return self.proj(out).expand(x.shape[0], -1, -1)
-
-    def attend_text(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Attends outside of a request, as in training."""
-        q = self.queries(x)
-        return self.proj(attend(unit_queries(q) if self.unit else q, keys, values, mask, self.scale))
-
-    def queries(self, x: Tensor) -> Tensor:
-        """Returns [R, N, H, D], not yet unit vectors."""
-        return self.q(x).view(*x.shape[:2], self.heads, -1)

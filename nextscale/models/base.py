@@ -84,6 +84,7 @@ class NextScaleModel(nn.Module):
     quantize: Quantize | None = None  # the format in which the blocks have their weights; None: the model's dtype
     fingerprint: str | None = None  # of the weights before they were quantised
     kv_dtype: KvDtype | None = None  # in which keys and values are kept for later stages; None: as they are computed
+    levels: int | None = None  # the most stages of a schedule; None: any number
     text_prefix: int = 0  # text tokens that enter together with the first stage, before its cell
     block_config: BlockConfig
     word_embed: nn.Linear
@@ -125,7 +126,9 @@ class NextScaleModel(nn.Module):
             raise SettingError(f"refine: {type(self).__name__} has no refiner; leave it out")
 
     def check_schedule(self, schedule: Schedule) -> None:
-        """SizeError if the model cannot generate these stages."""
+        """Raises SizeError if the model cannot generate these stages."""
+        if self.levels is not None and len(schedule) > self.levels:
+            raise SizeError(f"{schedule} has {len(schedule)} stages; this model knows {self.levels} levels")
 
     def condition(self, prompts: Any, guided: bool, schedule: Schedule, negative: Any = None) -> Conditioning:
         """Rows for the prompts, then, if guided, as many for what to steer away from."""
@@ -227,8 +230,3 @@ def logit_scales(blocks: tuple[Block, ...]) -> list[Tensor | None]:
     """What multiplies the queries of each head, [H, 1] per layer; the same for all stages."""
     logs: list[Tensor] = [log for block in blocks if (log := block.attention.log_temperature) is not None]
     return list(logit_scale(torch.stack(logs))) if logs else [None] * len(blocks)
-
-
-def check_levels(schedule: Schedule, levels: int) -> None:
-    if len(schedule) > levels:
-        raise SizeError(f"{schedule} has {len(schedule)} stages; this model knows {levels} levels")

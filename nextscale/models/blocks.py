@@ -14,6 +14,7 @@ from ..stage import Tokens
 from .attention import CrossAttention, SelfAttention, TextAttentionConfig
 from .context import ForwardContext
 from .feed_forward import FeedForward, GatedFeedForward
+from .quantization import input_scale_of
 
 NORM_EPS = 1e-6
 
@@ -143,9 +144,9 @@ class Block(nn.Module):
         """Returns the residual sublayers in order."""
         m = ctx.cond.modulation
         attention_gate, gate, attention_scale, scale, attention_shift, shift = m[self.layer] if m else (None,) * 6
-        text = self.text_attention.input_scale if self.has_text else None
+        text = input_scale_of(self.text_attention.q) if self.has_text else None
         return (
-            Sublayer(self.norm, attention_scale, attention_shift, attention_gate, self.attention, self.attention.input_scale),
+            Sublayer(self.norm, attention_scale, attention_shift, attention_gate, self.attention, input_scale_of(self.attention.qkv)),
             *((Sublayer(self.text_norm, None, None, None, self._run_text, text),) if self.has_text else ()),
             Sublayer(self.norm, scale, shift, gate, self._run_feed_forward, self.feed_forward.input_scale),
         )

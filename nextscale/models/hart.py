@@ -13,7 +13,7 @@ from ..guidance import ResolvedGuidance
 from ..schedules import HART_1024
 from ..stage import Schedule, Stage
 from ..text.features import TextFeatures
-from .base import HeadInputs, NextScaleModel, PromptInputs, check_levels, logit_scales
+from .base import HeadInputs, NextScaleModel, PromptInputs, logit_scales
 from .blocks import BlockConfig, build_blocks, rms_norm
 from .context import Conditioning
 from .macs import macs_per_token
@@ -85,6 +85,7 @@ class Hart(NextScaleModel):
         super().__init__()
         self.config = config
         self.block_config = config.block
+        self.levels = len(config.sides) if config.level_table else None
         self.text_prefix = config.text_tokens - 1
         self.text_norm = rms_norm(config.text_channels) if config.text_norm else nn.Identity()
         self.text_embed = nn.Linear(config.text_channels, config.dim)
@@ -121,10 +122,6 @@ class Hart(NextScaleModel):
             head=self.head_modulation(text.amax(dim=1)),
             rope=RotateHalfRope.over_text_and_grid(tables, self.block_config.head_dim, positions),
         )
-
-    def check_schedule(self, schedule: Schedule) -> None:
-        if self.config.level_table:
-            check_levels(schedule, len(self.config.sides))
 
     def _read(self, prompts: TextFeatures) -> tuple[Tensor, Tensor]:
         """Features [B, T, channels] and positions [B, T]: how many real tokens there were so far, minus one."""

@@ -15,7 +15,7 @@ from ..errors import PromptError
 from ..stage import Schedule, Stage, Tokens
 from ..text.features import TextFeatures
 from .attention import TextAttentionConfig
-from .base import NextScaleModel, PromptInputs, check_levels, logit_scales
+from .base import NextScaleModel, PromptInputs, logit_scales
 from .blocks import Block, BlockConfig, plain_norm, rms_norm
 from .context import Conditioning, ForwardContext
 from .modulation import Modulation
@@ -86,7 +86,7 @@ class Infinity(NextScaleModel):
     def __init__(self, config: InfinityConfig) -> None:
         super().__init__()
         self.config = config
-        self.block_config = config.block
+        self.block_config, self.levels = config.block, config.levels
         self.no_text = nn.Parameter(torch.empty(config.longest_text, config.text_channels))  # stands for an absent prompt
         self.text_norm = rms_norm(config.text_channels)
         self.text_pool = TextPool(config.text_channels, config.dim, config.pool_heads)
@@ -163,9 +163,6 @@ class Infinity(NextScaleModel):
         """Rotations of the cells of every stage, [cells, head_dim / 2] each."""
         head_dim = self.block_config.head_dim
         return [infinity_rotations(stage, schedule.extent, head_dim, self.config.rope, self.device) for stage in schedule]
-
-    def check_schedule(self, schedule: Schedule) -> None:
-        check_levels(schedule, self.config.levels)
 
     def _unconditional(self, prompts: TextFeatures, negative: TextFeatures | None) -> tuple[Tensor, tuple[int, ...]]:
         if negative is None:

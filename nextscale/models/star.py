@@ -13,7 +13,7 @@ from ..sampling import Refinement, Sampling, choose, pass_noise, sample_codes
 from ..stage import Schedule, Stage, Tokens
 from ..text.features import TextFeatures
 from .attention import TextAttentionConfig
-from .base import HeadInputs, ModelRequest, NextScaleModel, PromptInputs, check_levels, logit_scales
+from .base import HeadInputs, ModelRequest, NextScaleModel, PromptInputs, logit_scales
 from .blocks import BlockConfig, build_blocks, plain_norm
 from .context import Conditioning, ForwardContext
 from .refiner import Refiner
@@ -69,7 +69,7 @@ class Star(NextScaleModel):
     def __init__(self, config: StarConfig) -> None:
         super().__init__()
         self.config = config
-        self.block_config = config.block
+        self.block_config, self.levels = config.block, len(config.sides)
         self.text_proj = nn.Linear(config.text_channels, config.dim)
         self.pos_start = nn.Parameter(torch.empty(config.dim))
         self.level_embed = nn.Embedding(len(config.sides), config.dim)
@@ -111,9 +111,6 @@ class Star(NextScaleModel):
             rope=tables,
             refiner=None if self.refiner is None else self.refiner.condition(pooled, tables),
         )
-
-    def check_schedule(self, schedule: Schedule) -> None:
-        check_levels(schedule, len(self.config.sides))
 
     def check_sampling(self, sampling: Sampling) -> None:
         if self.refiner is None:

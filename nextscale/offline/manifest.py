@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import NextscaleError
+from ..serialization import from_plain, parse_json
 
 PATTERN = "manifest*.jsonl"
 
@@ -23,27 +23,18 @@ class Entry:
     prompt: str | int
     seed: int
     size: tuple[int, int]  # height and width in pixels
-    settings: Mapping[str, Any]  # that the image depends on, besides the above
+    settings: dict[str, Any]  # that the image depends on, besides the above
     sha256: str  # of the file
-    versions: Mapping[str, Any]  # of programs and machine; others change an image by rounding only
+    versions: dict[str, Any]  # of programs and machine; others change an image by rounding only
 
     @property
     def line(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False) + "\n"
+        return json.dumps(vars(self), ensure_ascii=False) + "\n"
 
-    @staticmethod
-    def of(line: str) -> Entry:
-        """Reads a line of a manifest. Raises ValueError for anything else."""
-        found = json.loads(line)
-        if not isinstance(found, dict) or found.keys() != {field.name for field in fields(Entry)}:
-            raise ValueError(f"expected an object with {', '.join(field.name for field in fields(Entry))}")
-        if not isinstance(found["file"], str) or Path(found["file"]).name != found["file"]:
-            raise ValueError(f"file is {found['file']!r:.80}; expected a name without folders")
-        if other := [name for name in ("settings", "versions") if not isinstance(found[name], dict)]:
-            raise ValueError(f"{other[0]} is {found[other[0]]!r:.80}; expected an object")
-        entry = Entry(**found | {"size": tuple(found["size"])})
-        entry.line.encode()  # which halves of characters do not allow
-        return entry
+    def __post_init__(self) -> None:
+        if Path(self.file).name != self.file:
+            raise ValueError(f"file must be a name without folders; got {self.file!r:.80}")
+        self.line.encode()  # fails for surrogates
 
     def matches(self, folder: Path) -> bool:
         """Returns True if the file has the content that was written."""
@@ -74,8 +65,8 @@ def read_manifest(file: Path) -> list[Entry]:
     entries = []
     for number, line in enumerate(lines, start=1):
         try:
-            entries.append(Entry.of(line.decode()))
-        except (ValueError, TypeError, RecursionError) as error:
+            entries.append(from_plain(Entry, parse_json(line), "entry"))
+        except ValueError as error:
             raise NextscaleError(
                 f"{file}, line {number} is no line of a manifest ({error}): move it away, or choose another folder"
             ) from error

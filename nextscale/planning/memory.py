@@ -127,9 +127,7 @@ def weights_bytes(module: nn.Module) -> int:
 def stored_bytes(model: NextScaleModel, plan: StagePlan, tokens: int) -> dict[Hashable, int]:
     """Bytes that the spans of a plan leave in `ctx.memory`, by name; `tokens` of all rows together run."""
     one_map = tokens * model.block_config.dim * model.dtype.itemsize
-    blocks = model.stack
-    maps = [span.stored_maps(blocks[span.layers.start : span.layers.stop]) for span in plan.spans]
-    return {name: count * one_map for of_span in maps for name, count in of_span.items()}
+    return {name: one_map for span in plan.spans for name in span.stores}
 
 
 def entering_activations(model: NextScaleModel, ran: StageKeys, tokens: int) -> int:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from ..eval.methods import standard
+from ..methods.registry import standard_methods
 from ..stage import Schedule
 from .catalogue import Catalogue, Served, parse_method, text_of
 from .compare import Comparer
@@ -128,7 +128,7 @@ def named_methods(served: Served, schedule: Schedule) -> dict[str, str]:
     """Returns the standard methods that fit the model at a number of stages."""
     guided = served.guided(schedule)
     found = {"dense": "dense"}
-    for name, text in standard(len(schedule), len(served.pipeline.model.blocks)).items():
+    for name, text in standard_methods(len(schedule)).items():
         with suppress(ApiError):
             served.plans(parse_method(text), schedule, guided, "method")
             found[name] = text

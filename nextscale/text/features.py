@@ -1,4 +1,4 @@
-"""What a text encoder hands to a model: one matrix of token features per prompt, and what some models read besides."""
+"""The output of a text encoder: one matrix of token features per prompt, and what some models read besides."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from math import isfinite
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import PromptError
 
-_ACCEPTED = (
-    "a TextFeatures, one [tokens, channels] tensor, a [prompts, tokens, channels] tensor, or a sequence of [tokens, channels] tensors"
-)
-
 State = tuple[tuple[int, int], ...]
-"""Of each tensor where its numbers lie, and how often torch has written them."""
+"""The address of each tensor, and how often torch has written it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,54 +33,25 @@ class TextFeatures:
     mask: Tensor | None = None
 
     def __post_init__(self) -> None:
-        self._check_rows()
-        if self.pooled is not None:
-            self._check_pooled(self.pooled)
-        if self.mask is not None:
-            self._check_mask(self.mask)
-
-    def _check_rows(self) -> None:
         if not self.rows:
-            raise PromptError("text features hold no prompt; give at least one [tokens, channels] tensor")
+            raise PromptError("text features must hold at least one [tokens, channels] tensor; got no prompt.")
         for position, row in enumerate(self.rows):
-            if not isinstance(row, Tensor):
-                raise PromptError(
-                    f"text features of prompt {position} have type {type(row).__name__}; expected a [tokens, channels] tensor"
-                )
-            if row.ndim != 2 or row.shape[0] < 1 or row.shape[1] < 1:
-                raise PromptError(
-                    f"text features of prompt {position} have shape {list(row.shape)}; expected [tokens, channels], each at least 1"
-                )
-            if not row.is_floating_point():
-                raise PromptError(
-                    f"text features of prompt {position} are {row.dtype}; expected a floating type, for example torch.float32"
-                )
-        channel_counts = sorted({row.shape[1] for row in self.rows})
-        if len(channel_counts) > 1:
-            raise PromptError(f"text features have {channel_counts} channels; expected one count, so encode all prompts with one encoder")
-
-    def _check_pooled(self, pooled: Tensor) -> None:
-        if not isinstance(pooled, Tensor):
-            raise PromptError(f"pooled text features have type {type(pooled).__name__}; expected a [prompts, channels] tensor")
-        if pooled.ndim != 2 or pooled.shape[0] != len(self) or pooled.shape[1] < 1:
-            raise PromptError(
-                f"pooled text features have shape {list(pooled.shape)}; expected [{len(self)}, channels], one vector for each prompt"
-            )
-        if not pooled.is_floating_point():
-            raise PromptError(f"pooled text features are {pooled.dtype}; expected a floating type, for example torch.float32")
-
-    def _check_mask(self, mask: Tensor) -> None:
-        if not isinstance(mask, Tensor):
-            raise PromptError(f"the text mask has type {type(mask).__name__}; expected a [prompts, tokens] tensor of torch.bool")
-        if mask.dtype != torch.bool:
-            raise PromptError(f"the text mask is {mask.dtype}; expected torch.bool, True on real tokens")
-        if len(set(self.lengths)) > 1:
-            raise PromptError(f"text features with a mask have {list(self.lengths)} tokens; expected one count, so pad all rows to it")
-        if mask.shape != (len(self), self.longest):
-            raise PromptError(f"the text mask has shape {list(mask.shape)}; expected {[len(self), self.longest]}, as the rows have")
-        real_tokens = mask.sum(1).tolist()
-        if 0 in real_tokens:
-            raise PromptError(f"the text mask of prompt {real_tokens.index(0)} is False everywhere; expected True on at least one token")
+            fits = isinstance(row, Tensor) and row.ndim == 2 and 0 not in row.shape and row.is_floating_point()
+            require(fits, f"text features of prompt {position}", "a floating [tokens, channels] tensor", row)
+        channels, images = sorted({row.shape[1] for row in self.rows}), len(self)
+        if len(channels) > 1:
+            raise PromptError(f"text features must have one number of channels; got {channels}. Encode all prompts with one encoder.")
+        if (pooled := self.pooled) is not None:
+            fits = isinstance(pooled, Tensor) and pooled.ndim == 2 and pooled.shape[0] == images and pooled.shape[1] > 0
+            require(fits and pooled.is_floating_point(), "pooled text features", f"a floating [{images}, channels] tensor", pooled)
+        if (mask := self.mask) is not None:
+            if len(set(self.lengths)) > 1:
+                raise PromptError(f"text features with a mask must all have as many tokens; got {list(self.lengths)}. Pad them.")
+            fits = isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.shape == (images, self.longest)
+            require(fits, "the text mask", f"a torch.bool tensor {[images, self.longest]}, True on real tokens", mask)
+            real_tokens = mask.sum(1).tolist()
+            if 0 in real_tokens:
+                raise PromptError(f"the text mask must be True on at least one token; got none for prompt {real_tokens.index(0)}.")
 
     def _check_finite(self) -> None:
         state = self._state()
@@ -97,18 +65,17 @@ class TextFeatures:
         for name, low, high in zip(named, found[::2], found[1::2], strict=True):
             if not (isfinite(low) and isfinite(high)):
                 raise PromptError(
-                    f"{name} contain NaN or infinity; expected finite numbers. "
-                    "If the encoder ran in float16, run it in torch.bfloat16 or torch.float32"
+                    f"{name} must be finite; got NaN or infinity. If the encoder ran in float16, run it in torch.bfloat16 or torch.float32."
                 )
         self._found_finite[:] = [state]
 
     @cached_property
     def _found_finite(self) -> list[State | None]:
-        """The state in which they were checked last: else the host would wait for the device at every request with the same features."""
+        """The state in which they were checked last, so that the host does not wait for the device at every request."""
         return []
 
     def _state(self) -> State | None:
-        """Changes when numbers are written; None where torch does not count that."""
+        """Returns a value that changes when numbers are written; None if torch does not count that."""
         tensors = self.rows if self.pooled is None else (*self.rows, self.pooled)
         if any(map(Tensor.is_inference, tensors)):
             return None
@@ -116,43 +83,39 @@ class TextFeatures:
 
     @classmethod
     def of(cls, value: TextFeatures | Tensor | Sequence[Tensor]) -> TextFeatures:
-        """Accept features in any of their shapes and check them.
+        """Returns checked features.
 
         A 2-D tensor is one prompt, a 3-D tensor holds prompts of equal length, a sequence holds one 2-D tensor per prompt.
         """
         if isinstance(value, TextFeatures):
             features = value
-        elif isinstance(value, Tensor):
-            if value.ndim not in (2, 3):
-                raise PromptError(f"text features have shape {list(value.shape)}; expected {_ACCEPTED}")
+        elif isinstance(value, Tensor) and value.ndim in (2, 3):
             features = cls(value.unbind(0) if value.ndim == 3 else (value,))
         elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
             features = cls(tuple(value))
         else:
-            raise PromptError(f"text features have type {type(value).__name__}; expected {_ACCEPTED}")
+            require(False, "text features", "TextFeatures, a [tokens, channels] or [prompts, tokens, channels] tensor, or a list", value)
         features._check_finite()
         return features
 
     @classmethod
+    def unpad(cls, hidden: Tensor, mask: Tensor, pooled: Tensor | None = None) -> TextFeatures:
+        """Returns the float32 rows of hidden states [B, T, C] where the mask [B, T] is True."""
+        return cls(tuple(row[real] for row, real in zip(hidden.float(), mask.to(hidden.device), strict=True)), pooled)
+
+    @classmethod
     def joined(cls, parts: Sequence[TextFeatures]) -> TextFeatures:
-        """The prompts of several requests as one request, in this order."""
-        return cls(
-            tuple(row for part in parts for row in part.rows),
-            _joined_field("pooled", [part.pooled for part in parts]),
-            _joined_field("mask", [part.mask for part in parts]),
-        )
+        """Returns the prompts of several requests as one request, in this order."""
+        rows = tuple(row for part in parts for row in part.rows)
+        return cls(rows, _joined("pooled", [part.pooled for part in parts]), _joined("mask", [part.mask for part in parts]))
 
     def one(self, position: int) -> TextFeatures:
-        """The features of one prompt; they share memory."""
-        return TextFeatures(
-            (self.rows[position],),
-            None if self.pooled is None else self.pooled[position].unsqueeze(0),
-            None if self.mask is None else self.mask[position].unsqueeze(0),
-        )
+        """Returns the features of one prompt; they share memory."""
+        return self._with((self.rows[position],), lambda tensor: tensor[position].unsqueeze(0))
 
     def take(self, positions: Sequence[int]) -> TextFeatures:
-        """The features of some prompts."""
-        return TextFeatures.joined([self.one(position) for position in positions])
+        """Returns the features of some prompts."""
+        return self._with(tuple(self.rows[position] for position in positions), lambda tensor: tensor[list(positions)])
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -179,42 +142,48 @@ class TextFeatures:
         return self._each(Tensor.clone)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> TextFeatures:
-        return TextFeatures(
-            tuple(change(row) for row in self.rows),
-            None if self.pooled is None else change(self.pooled),
-            None if self.mask is None else change(self.mask),
-        )
+        return self._with(tuple(map(change, self.rows)), change)
+
+    def _with(self, rows: tuple[Tensor, ...], change: Callable[[Tensor], Tensor]) -> TextFeatures:
+        return TextFeatures(rows, *(None if tensor is None else change(tensor) for tensor in (self.pooled, self.mask)))
 
     def repeat(self, images: int) -> TextFeatures:
-        """The same prompt for several images; they share memory."""
-        if len(self) != 1:
-            raise PromptError(f"cannot repeat {len(self)} prompts; expected exactly one, so give one prompt per image instead")
-        if images < 1:
-            raise PromptError(f"cannot repeat a prompt {images} times; expected 1 or more")
-        return TextFeatures(
-            self.rows * images,
-            None if self.pooled is None else self.pooled.expand(images, -1),
-            None if self.mask is None else self.mask.expand(images, -1),
-        )
+        """Returns the same prompt for several images; they share memory."""
+        if len(self) != 1 or images < 1:
+            raise PromptError(f"one prompt can be repeated 1 or more times; got {len(self)} prompts and {images} times.")
+        return self._with(self.rows * images, lambda tensor: tensor.expand(images, -1))
 
     def unpadded(self) -> TextFeatures:
-        """The features without padding, for models that do not read it."""
+        """Returns the features without padding, for models that do not read it."""
         if self.mask is None:
             return self
         return TextFeatures(tuple(row[mask] for row, mask in zip(self.rows, self.mask, strict=True)), self.pooled)
 
     def compact(self) -> tuple[Tensor, tuple[int, ...]]:
-        """All rows under one another without padding, [sum n_i, channels], and the lengths n_i that split them again."""
+        """Returns all rows below one another without padding, [sum n_i, channels], and the lengths n_i that split them again."""
         return torch.cat(self.rows), self.lengths
 
 
-def _joined_field(name: str, tensors: list[Tensor | None]) -> Tensor | None:
+def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Returns ids [B, T], padded with zeros on the right, and the mask [B, T] that is True on those given."""
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    return ids, torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+
+
+def require(fits: bool, name: str, expected: str, value: object) -> None:
+    if not fits:
+        got = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise PromptError(f"{name} must be {expected}; got {got}.")
+
+
+def _joined(name: str, tensors: list[Tensor | None]) -> Tensor | None:
     given = [tensor for tensor in tensors if tensor is not None]
     if not given:
         return None
-    if len(given) < len(tensors):
-        raise PromptError(f"{len(given)} of {len(tensors)} text features have `{name}`; expected all or none, so use one encoder for all")
     sizes = sorted({tensor.shape[1] for tensor in given})
-    if len(sizes) > 1:
-        raise PromptError(f"text features have `{name}` of sizes {sizes}; expected one size, so use one encoder for all")
+    if len(given) < len(tensors) or len(sizes) > 1:
+        raise PromptError(
+            f"all text features must have a `{name}` of one size, or none; got {len(given)} of {len(tensors)}, of sizes {sizes}. "
+            "Encode all prompts with one encoder."
+        )
     return torch.cat(given)

@@ -1,4 +1,4 @@
-"""What a user may give as a prompt, turned into what the model's condition is made of."""
+"""Readers of prompts: class numbers or texts to the inputs of a model's condition."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from . import Encoder, TextEncoder, TextFeatures
 
 
 class Prompts(Protocol):
-    """What the images of a request are generated from, one entry per image."""
+    """The prompts of a request, one entry per image."""
 
     def __len__(self) -> int: ...
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt; 0 where there is no text."""
+        """Tokens of the longest prompt; 0 for classes."""
         ...
 
     def repeat(self, images: int) -> Prompts:
-        """A single prompt for several images."""
+        """Returns a single prompt for several images."""
         ...
 
     def take(self, images: Sequence[int]) -> Prompts:
@@ -58,11 +58,11 @@ class PromptReader(Protocol):
     def read(self, prompt: Any) -> Prompts: ...
 
     def to(self, device: torch.device) -> None:
-        """Where prompts are read from now on."""
+        """Moves the reader to a device."""
         ...
 
     def empty(self) -> Prompts | None:
-        """What stands for "no prompt" in guidance; None where the model has its own idea of it."""
+        """Returns the prompt that stands for "no prompt" in guidance; None if the model has its own."""
         ...
 
 
@@ -77,10 +77,10 @@ class ClassReader:
             prompt = prompt.tolist()
         numbers = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else [prompt]
         if not numbers:
-            raise PromptError("no class given: pass one class number per image")
+            raise PromptError("classes must be one number per image; got none.")
         for number in numbers:
             if isinstance(number, bool) or not isinstance(number, int) or number > self.classes:
-                raise PromptError(f"class {number!r}: this model takes whole numbers from 0 to {self.classes - 1}; -1 is no class")
+                raise PromptError(f"class must be an int from 0 to {self.classes - 1}, or -1 for no class; got {number!r}.")
         return Labels(torch.tensor([number if number >= 0 else self.classes for number in numbers]))
 
     def to(self, device: torch.device) -> None:
@@ -92,23 +92,22 @@ class ClassReader:
 
 @dataclass
 class EncoderOpener:
-    """Opens the text encoder of a model. What is changed before it is opened counts."""
+    """Opens the text encoder of a model, on the device that is set when it is opened."""
 
     open: Callable[[torch.device, bool], Encoder]  # device, offload
-    source: str | Path | None  # folder or hub name; None: an encoder that was made by hand, or a small one of words
+    source: str | Path | None  # folder or hub name; None: an encoder of the caller's, or a small one of words
     kind: str  # name of its class
     device: torch.device
     offload: bool = False
-    can_offload: bool = False
 
     def __call__(self) -> Encoder:
         return self.open(self.device, self.offload)
 
 
 class TextReader:
-    """Reads prompts through an encoder that is opened at the first of them, or takes features as they are.
+    """Reads prompts with an encoder that is opened at the first of them, or takes features as they are.
 
-    `reads_empty`: the model's guidance steers away from the empty prompt, so the encoder is needed for that as well.
+    reads_empty: the model's guidance steers away from the empty prompt, which the encoder has to read as well.
     """
 
     def __init__(self, open_encoder: Callable[[], Encoder], reads_empty: bool = False) -> None:
@@ -133,10 +132,10 @@ class TextReader:
 
     @property
     def can_offload(self) -> bool:
-        return isinstance(self.encoder, TextEncoder) if self.is_open else getattr(self.open_encoder, "can_offload", False)
+        return isinstance(self.encoder, TextEncoder) if self.is_open else getattr(self.open_encoder, "source", None) is not None
 
     def offload(self) -> None:
-        """The encoder's weights lie in the host's memory from now on, and are on the device only while it encodes."""
+        """Keeps the encoder's weights in host memory, and on the device only while it encodes."""
         if isinstance(self.open_encoder, EncoderOpener):
             self.open_encoder.offload = True
         if self.is_open and isinstance(self.encoder, TextEncoder):
@@ -149,7 +148,7 @@ class TextReader:
             return self.encoder(prompts)
         if isinstance(prompts, TextFeatures | Tensor) or (isinstance(prompts, Sequence) and prompts):
             return TextFeatures.of(prompts)
-        raise PromptError(f"prompt {prompt!r}: give a prompt, a non-empty list of prompts, or text features [tokens, channels]")
+        raise PromptError(f"prompt must be a text, a list of texts, or text features [tokens, channels]; got {prompt!r:.80}.")
 
     def empty(self) -> TextFeatures | None:
         if not self.reads_empty:

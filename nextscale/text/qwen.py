@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import SettingError
-from .encoder import TextEncoder
+from .encoder import TextEncoder, checked_limit
 from .features import TextFeatures
 from .files import EncoderFiles
 
@@ -21,13 +20,11 @@ SYSTEM_PROMPT = (package_files(__package__) / "hart_system_prompt.txt").read_byt
 
 
 class QwenEncoder(TextEncoder):
-    """Encode prompts with the text model of a Qwen2 or Qwen2-VL.
+    """The text model of a Qwen2 or Qwen2-VL. `dtype` defaults to bfloat16 on CUDA and float32 elsewhere.
 
-    `source` is a folder with the files of the model, or a hub name such as "mit-han-lab/Qwen2-VL-1.5B-Instruct". A folder never touches
-    the network. `dtype` defaults to bfloat16 on CUDA and float32 elsewhere; the features are float32 in either case.
     Every prompt gets `tokens` rows, padding included, on the side that the published tokenizer names; `mask` marks the real tokens.
-    Prompts longer than `tokens` are refused, not cut. The model reads `system_prompt` in front of each; its own features are dropped.
-    The features of the last `cache_size` prompts are kept (0 keeps none): a prompt takes 1.8 MiB with the published model.
+    The model reads `system_prompt` before each prompt; its own features are dropped. A prompt takes 1.8 MiB of the cache.
+    `source` is a folder with the files of the model, or a hub name such as "mit-han-lab/Qwen2-VL-1.5B-Instruct".
 
     >>> encoder = QwenEncoder("mit-han-lab/Qwen2-VL-1.5B-Instruct", device="cuda")
     >>> features = encoder(["a red bicycle", "a lighthouse in the fog at dawn"])
@@ -44,26 +41,14 @@ class QwenEncoder(TextEncoder):
     cuda_bytes = 2 * 1_543_714_304
     limit_name = "tokens"
 
-    def __init__(
-        self,
-        source: str | Path,
-        *,
-        device: torch.device | str = "cpu",
-        dtype: torch.dtype | None = None,
-        tokens: int = 300,
-        system_prompt: str | None = SYSTEM_PROMPT,
-        cache_size: int = 64,
-        offload: bool = False,
-    ) -> None:
-        if tokens < 1:
-            raise SettingError(f"tokens is {tokens}; expected 1 or more")
-        self.tokens = tokens
-        super().__init__(source, device=device, dtype=dtype, cache_size=cache_size, offload=offload)
+    def __init__(self, source: str | Path, *, tokens: int = 300, system_prompt: str | None = SYSTEM_PROMPT, **options: Any) -> None:
+        self.tokens = checked_limit("tokens", tokens)
+        super().__init__(source, **options)
         system_ids = [] if system_prompt is None else self._tokenizer(system_prompt)["input_ids"]
         self._system_ids = torch.tensor(system_ids, dtype=torch.long)
 
     def _encode(self, prompts: list[str]) -> TextFeatures:
-        prompt_ids = torch.tensor(self._tokenise(prompts, self.tokens, padding="max_length")["input_ids"])  # [B, tokens]
+        prompt_ids = torch.tensor(self._tokenize(prompts, self.tokens, padding="max_length")["input_ids"])  # [B, tokens]
         # By id, as the reference implementation does: a pad token that the prompt spells out is padding too.
         mask = prompt_ids != self._tokenizer.pad_token_id
         system_ids = self._system_ids.expand(len(prompts), -1)

@@ -1,4 +1,4 @@
-"""A small text encoder of our own: frozen word vectors under a few trained layers. It ships with `nano` and needs no further package."""
+"""The text encoder of `nano`: frozen word vectors under a few trained layers. It needs no further package."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoints import Checkpoint, Layout, NoInitialValues, check, open_checkpoint, published_tensors, write_whole
+from ..checkpoints import Checkpoint, Layout, NoInitialValues, open_checkpoint, write_whole
 from ..errors import CheckpointError, PromptError, SettingError
+from ..io import expanded
+from ..serialization import from_plain, parse_json
 from ..validation import is_int
-from .encoder import check_prompts
-from .features import TextFeatures
+from .encoder import check_length, check_prompts
+from .features import TextFeatures, pad
 
 FILE_NAME = "words.safetensors"
 PART_MARK = "##"
@@ -34,13 +36,13 @@ _SHORTEST_STEM = 3
 
 
 def plain_words(text: str) -> list[str]:
-    """Runs of a-z and 0-9 in lower case, accents taken off; everything else separates words or is dropped."""
+    """Returns runs of a-z and 0-9 in lower case without accents; everything else separates words or is dropped."""
     plain = unicodedata.normalize("NFKD", text.casefold().translate(_PLAIN_LETTERS))
     return re.findall("[a-z0-9]+", "".join(sign for sign in plain if not unicodedata.combining(sign)))
 
 
 def stems(word: str) -> list[str]:
-    """Words that this one may be a plural or another form of: "puppies" of "puppy", "running" of "runn" and "run"."""
+    """Returns the words that this one may be a form of: "puppies" of "puppy", "running" of "runn" and "run"."""
     found = []
     for ending, replacements in _ENDINGS:
         body = word.removesuffix(ending)
@@ -53,7 +55,7 @@ def stems(word: str) -> list[str]:
 
 
 class Vocabulary:
-    """What a text is read as: whole words, and parts (marked "##") that spell the words which are not among them.
+    """The tokens of texts: whole words, and parts (marked "##") that spell the other words.
 
     An entry's place is its id. Every single letter and digit has to be there as a part, so that any word can be spelt.
 
@@ -77,11 +79,11 @@ class Vocabulary:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """A vocabulary from plain text with one entry per line."""
+        """Returns the vocabulary of a plain text with one entry per line."""
         return cls(text.splitlines())
 
     def text(self) -> str:
-        """Plain text with one entry per line."""
+        """Returns a plain text with one entry per line."""
         return "\n".join(self.entries) + "\n"
 
     def __len__(self) -> int:
@@ -91,7 +93,7 @@ class Vocabulary:
         return word in self._words
 
     def split(self, text: str) -> list[int]:
-        """Ids of a text: of its words, else of their stems, else of the parts that spell them."""
+        """Returns the ids of a text's words, else of their stems, else of the parts that spell them."""
         if lost := [word for word in text.split() if any(map(str.isalpha, word)) and not plain_words(word)]:
             raise PromptError(f"prompt {text[:80]!r}: {lost[0]!r} has none of the letters a-z; describe the picture in English words")
         ids = [position for word in plain_words(text) for position in self._word(word)]
@@ -104,7 +106,6 @@ class Vocabulary:
         return self._spelt(word) if known is None else [self._words[known]]
 
     def _spelt(self, word: str) -> list[int]:
-        """The longest part that fits, from left to right."""
         ids, start = [], 0
         while start < len(word):
             lengths = range(min(self._longest_part, len(word) - start), 0, -1)
@@ -149,7 +150,7 @@ class Layer(nn.Module):
 
 
 class WordEncoder(nn.Module):
-    """Ids to features. The vectors are a buffer and stay as they are; all else is trained together with the image model."""
+    """Ids to features. The vectors are a buffer and stay as they are; the layers are trained together with the image model."""
 
     vectors: Tensor
 
@@ -164,7 +165,7 @@ class WordEncoder(nn.Module):
         self.norm = nn.LayerNorm(config.width)
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Ids [B, T] of words to features [B, 1 + T, dim], the begin token first. mask [B, T] is False on padding, whatever its ids."""
+        """Returns features [B, 1 + T, dim] of ids [B, T], the begin token first. mask [B, T] is False on padding."""
         words = self.embed(self.vectors[ids])
         x = torch.cat([self.begin.to(words.dtype).expand(len(ids), 1, -1), words], dim=1)
         x = x + self.positions[: x.shape[1]]
@@ -177,7 +178,7 @@ class WordEncoder(nn.Module):
 class WordTextEncoder:
     """Prompts to features by a vocabulary and a `WordEncoder`; one row per word after a begin token.
 
-    Prompts longer than the model's `longest` tokens are refused, not cut. To train, pass the ids of `tokenise` to `encode`.
+    Prompts longer than the model's `longest` tokens are refused, not cut. To train, pass the ids of `tokenize` to `encode`.
 
     >>> encoder = WordTextEncoder.load("words.safetensors", device="cuda")
     >>> features = encoder(["a red bicycle", "a lighthouse in the fog at dawn"])
@@ -203,61 +204,48 @@ class WordTextEncoder:
         return self
 
     def __call__(self, prompts: Sequence[str]) -> TextFeatures:
-        """Features of each prompt, float32, on the encoder's device, without gradients."""
+        """Returns the features of each prompt, float32, on the encoder's device, without gradients."""
         check_prompts(prompts)
-        ids, lengths = self.tokenise(prompts)
         with torch.no_grad():
-            return self.encode(ids, lengths)
+            return self.encode(*self.tokenize(prompts))
 
     def empty(self) -> TextFeatures | None:
         return None
 
-    def tokenise(self, prompts: Sequence[str]) -> tuple[Tensor, tuple[int, ...]]:
-        """Ids [B, T] on the CPU, padded with zeros on the right, and the number of words of each prompt."""
-        rows = [torch.tensor(self._checked_ids(prompt)) for prompt in prompts]
-        return nn.utils.rnn.pad_sequence(rows, batch_first=True), tuple(map(len, rows))
+    def tokenize(self, prompts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Returns ids [B, T] on the CPU, padded with zeros on the right, and their mask [B, T]."""
+        rows = [self.vocabulary.split(prompt) for prompt in prompts]
+        for prompt, ids in zip(prompts, rows, strict=True):
+            check_length(prompt, len(ids) + 1, self.model.config.longest, "one for each word or part of one, one for the beginning")
+        return pad(rows)
 
-    def encode(self, ids: Tensor, lengths: Sequence[int]) -> TextFeatures:
-        """Float32 features of what `tokenise` returned, one row more than words; gradients reach the layers."""
-        mask = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]  # [B, T]
-        features = self.model(ids.to(self.device), mask.to(self.device)).float()
-        return TextFeatures(tuple(row[: 1 + length] for row, length in zip(features, lengths, strict=True)))
-
-    def _checked_ids(self, prompt: str) -> list[int]:
-        ids, longest = self.vocabulary.split(prompt), self.model.config.longest
-        if len(ids) + 1 > longest:
-            raise PromptError(
-                f"prompt has {len(ids) + 1} tokens; expected at most {longest} (one for each word or part of one, one for the beginning). "
-                f"Shorten the prompt that begins with {' '.join(prompt.split()[:8])[:80]!r}"
-            )
-        return ids
+    def encode(self, ids: Tensor, mask: Tensor) -> TextFeatures:
+        """Returns float32 features of what `tokenize` returned, one row more than words; gradients reach the layers."""
+        return TextFeatures.unpad(self.model(ids.to(self.device), mask.to(self.device)), F.pad(mask, (1, 0), value=True))
 
     @classmethod
     def load(cls, source: str | Path, *, device: torch.device | str = "cpu") -> Self:
         """Reads the file that `save` wrote, or a folder with it under its usual name. Float32, whatever the file has."""
-        path = Path(source).expanduser()
-        if not path.exists():
-            raise CheckpointError(f"{source} is not there; pass the {FILE_NAME} of a word encoder, or its folder")
+        path = expanded(source)
         checkpoint = open_checkpoint(path / FILE_NAME if path.is_dir() else path, _LAYOUT)
         try:
             vocabulary = Vocabulary.parse(_stored_text(checkpoint, "vocabulary"))
-            config = WordEncoderConfig(**json.loads(_stored_text(checkpoint, "config")))
-        except (SettingError, ValueError, TypeError, RecursionError) as error:
-            raise _not_an_encoder(checkpoint, str(error)) from error
-        longest_side = max((side for shape in checkpoint.shapes.values() for side in shape), default=0)
-        if config.layers > len(checkpoint.shapes) or max(asdict(config).values()) > longest_side:
-            raise _not_an_encoder(checkpoint, f"its tensors are too few or too small for {config}")  # and for a module of that size
-        with torch.device("meta"), NoInitialValues():
-            model = WordEncoder(config)
-        if problems := check(published_tensors(model, _LAYOUT), checkpoint.shapes, _LAYOUT).lines():
-            raise _not_an_encoder(checkpoint, "; ".join(problems))
-        if len(vocabulary) != config.words:
-            raise _not_an_encoder(checkpoint, f"its vocabulary has {len(vocabulary)} entries, its vectors {config.words}")
-        weights = {name: tensor.to(device, torch.float32, copy=True) for name, tensor in checkpoint.tensors(model.state_dict())}
-        if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
-            raise _not_an_encoder(checkpoint, f"NaN or infinity in {', '.join(broken)}")
-        model.load_state_dict(weights, assign=True)
-        return cls(vocabulary, model.eval())
+            config = from_plain(WordEncoderConfig, parse_json(_stored_text(checkpoint, "config")), "config")
+            longest_side = max((side for shape in checkpoint.shapes.values() for side in shape), default=0)
+            if config.layers > len(checkpoint.shapes) or max(asdict(config).values()) > longest_side:
+                raise ValueError(f"its tensors are too few or too small for {config}")  # and for a module of that size
+            with torch.device("meta"), NoInitialValues():
+                model = WordEncoder(config)
+            stored = checkpoint.tensors(key for key in checkpoint.entries if key not in _LAYOUT.ignored)
+            weights = {name: tensor.to(device, torch.float32, copy=True) for name, tensor in stored}
+            if broken := [name for name, tensor in weights.items() if not tensor.isfinite().all()]:
+                raise ValueError(f"NaN or infinity in {', '.join(broken)}")
+            model.load_state_dict(weights, assign=True)
+            return cls(vocabulary, model.eval())
+        except (RuntimeError, ValueError) as error:
+            problem = " ".join(str(error).split()).rstrip(". ")
+            message = f"{checkpoint.path} is not a whole word encoder: {problem}. Pass a file that WordTextEncoder.save wrote."
+            raise CheckpointError(message) from error
 
     def save(self, target: str | Path, dtype: torch.dtype = torch.float32) -> None:
         """Writes one safetensors file with the weights as `dtype`, the vocabulary and the configuration; whole or not at all."""
@@ -281,7 +269,3 @@ def _stored_text(checkpoint: Checkpoint, key: str) -> str:
     if tensor.dtype != torch.uint8 or tensor.ndim != 1:
         raise ValueError(f"its {key!r} is {tensor.dtype} {list(tensor.shape)}, not a row of bytes")
     return tensor.numpy().tobytes().decode("utf-8")
-
-
-def _not_an_encoder(checkpoint: Checkpoint, problem: str) -> CheckpointError:
-    return CheckpointError(f"{checkpoint.path} is not a whole word encoder: {problem}. Pass a file that WordTextEncoder.save wrote")

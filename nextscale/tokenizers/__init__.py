@@ -1,9 +1,8 @@
 """Tokenizers: images to codes and back."""
 
 from .flexvar import FlexVarTokenizer, FlexVarTokenizerConfig
-from .hart import HartTokenizer, HartTokenizerConfig
 from .infinity import InfinityTokenizer, InfinityTokenizerConfig
-from .var import VarTokenizer, VarTokenizerConfig
+from .var import HartTokenizer, HartTokenizerConfig, VarTokenizer, VarTokenizerConfig
 
 __all__ = [
     "FlexVarTokenizer",

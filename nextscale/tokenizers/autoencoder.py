@@ -11,8 +11,19 @@ from torch import Tensor, nn
 
 from .. import kernels
 from ..kernels.shapes import MAX_NORM_CONV
-from .layers import add_bias_, add_residual_, fusable, group_norm, norm_act, shifted_bias, to_channels_last, upsample_nearest, without_bias
-from .upsampling import convolve_upsampled, merged_upsampling
+from .layers import (
+    add_bias_,
+    add_residual_,
+    convolve_upsampled,
+    fusable,
+    group_norm,
+    merged_upsampling,
+    norm_act,
+    shifted_bias,
+    to_channels_last,
+    upsample_nearest,
+    without_bias,
+)
 
 if TYPE_CHECKING:
     from ..kernels.group_norm import Sums
@@ -168,15 +179,12 @@ class Encoder(nn.Module):
         super().__init__()
         channels, coarsest = config.level_channels, len(config.level_channels) - 1
         self.conv_in = nn.Conv2d(3, config.channels, 3, padding=1)
+        entering = (config.channels, *channels)
         self.levels = nn.ModuleList(
             Level(
-                channels[i - 1] if i else config.channels,
-                channels[i],
-                config.blocks_per_level,
-                config.attention and i == coarsest,
-                Downsample(channels[i]) if i < coarsest else None,
+                entering[i], outer, config.blocks_per_level, config.attention and i == coarsest, Downsample(outer) if i < coarsest else None
             )
-            for i in range(coarsest + 1)
+            for i, outer in enumerate(channels)
         )
         self.middle = middle(channels[-1], config.attention)
         self.norm_out = norm_act(channels[-1])
@@ -197,15 +205,10 @@ class Decoder(nn.Module):
         channels, coarsest = config.level_channels[::-1], len(config.level_channels) - 1
         self.conv_in = nn.Conv2d(config.latent_channels, channels[0], 3, padding=1)
         self.middle = middle(channels[0], config.attention)
+        entering, blocks = (channels[0], *channels), config.blocks_per_level + 1
         self.levels = nn.ModuleList(
-            Level(
-                channels[max(i - 1, 0)],
-                channels[i],
-                config.blocks_per_level + 1,
-                config.attention and i == 0,
-                Upsample(channels[i]) if i < coarsest else None,
-            )
-            for i in range(coarsest + 1)
+            Level(entering[i], outer, blocks, config.attention and i == 0, Upsample(outer) if i < coarsest else None)
+            for i, outer in enumerate(channels)
         )
         self.norm_out = norm_act(channels[-1])
         self.conv_out = nn.Conv2d(channels[-1], 3, 3, padding=1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -172,7 +173,7 @@ def decode_tiled(decoder: Decoder, z: Tensor, strips: Strips) -> Tensor:
 
 def level_in_strips(level: Level, source: Tensor, resize: Upsample | None, rows: int) -> Tensor:
     blocks = level.stack
-    given = upsampled(source, resize) if resize is not None else kept(source)
+    given = upsampled(source, resize) if resize is not None else lambda top, bottom: source[:, :, top:bottom]
     factor = 1 if resize is None else 2
     height, width = factor * source.shape[2], factor * source.shape[3]
     parts = list(places(height, rows))
@@ -228,10 +229,6 @@ def convolved(conv: nn.Conv2d, rows: Rows, top: int, bottom: int, height: int) -
     return convolve(conv, window, padding=(0, 1))
 
 
-def kept(x: Tensor) -> Rows:
-    return lambda top, bottom: x[:, :, top:bottom]
-
-
 def upsampled(x: Tensor, resize: Upsample) -> Rows:
     def nearest(top: int, bottom: int) -> Tensor:
         first = top // 2
@@ -245,12 +242,12 @@ def normalize_rows(norm: Norm, x: Tensor, first: int = 0) -> Rows:
     return lambda top, bottom: norm(x[:, :, top - first : bottom - first])
 
 
-class Norm:
-    """Group norm with statistics that are known, and SiLU."""
+class Norm(NamedTuple):
+    """Group norm with known statistics, and SiLU."""
 
-    def __init__(self, mean: Tensor, scale: Tensor, bias: Tensor) -> None:
-        self.mean, self.scale = mean, scale  # [B, C], float32
-        self.bias = bias  # [C]
+    mean: Tensor  # [B, C], float32
+    scale: Tensor
+    bias: Tensor  # [C]
 
     def __call__(self, x: Tensor) -> Tensor:
         if fusable(x):

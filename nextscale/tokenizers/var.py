@@ -1,14 +1,16 @@
-"""VAR's tokenizer: a residual quantizer with one codebook, whose upsampled maps pass a small convolution."""
+"""Tokenizers of VAR and HART: a residual quantizer with one codebook, whose upsampled maps pass a small convolution."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..canvas import ResidualCanvas, to_rows
+from ..canvas import HybridCanvas, ResidualCanvas, to_rows
 from ..checkpoints import Layout, Rule
 from ..stage import Schedule, Stage
 from .autoencoder import AutoencoderConfig, Decoder, Encoder
@@ -42,22 +44,42 @@ def blend_index(stage: int, stages: int, blends: int) -> int:
     return int(np.argmin(np.abs(ticks - stage / max(stages - 1, 1))))
 
 
-class VarTokenizer(Tokenizer):
-    float32 = ("codebook", "blends")
-    mixes_codes = True
+class CodebookTokenizer(Tokenizer):
+    """A tokenizer with numbered codes."""
 
-    def __init__(self, config: VarTokenizerConfig) -> None:
+    unit_codes: ClassVar[bool] = False  # compared at unit length
+
+    def __init__(self, config: Any, latent_channels: int, code_channels: int, kernel: int, blends: int = 0) -> None:
         super().__init__()
         self.config = config
         self.codes = config.codes
         self.pixels_per_token = config.autoencoder.stride
-        z = config.latent_channels
+        z = code_channels
         self.encoder = Encoder(config.autoencoder)
-        self.quant_conv = nn.Conv2d(z, z, 3, padding=1)
+        self.quant_conv = nn.Conv2d(latent_channels, z, kernel, padding=kernel // 2)
         self.codebook = nn.Parameter(torch.empty(config.codes, z))
-        self.blends = nn.ModuleList(nn.Conv2d(z, z, 3, padding=1) for _ in range(config.blends))
-        self.post_quant_conv = nn.Conv2d(z, z, 3, padding=1)
+        self.blends = nn.ModuleList(nn.Conv2d(z, z, 3, padding=1) for _ in range(blends))
+        self.post_quant_conv = nn.Conv2d(z, latent_channels, kernel, padding=kernel // 2)
         self.decoder = Decoder(config.autoencoder)
+
+    def features(self, images: Tensor) -> Tensor:
+        return self.quant_conv(self.encoder(images.to(self.quant_conv.weight.dtype))).float()
+
+    def nearest(self, grid: Tensor, stage: Stage) -> Tensor:
+        z, codebook = (F.normalize(x, dim=-1) if self.unit_codes else x for x in (to_rows(grid), self.codebook))
+        distance = z.square().sum(-1, keepdim=True) + codebook.square().sum(-1) - 2 * z @ codebook.T
+        return distance.argmin(dim=-1)
+
+    def decode(self, latent: Tensor) -> Tensor:
+        return self.decoder(self.post_quant_conv(latent.to(self.post_quant_conv.weight.dtype))).float()
+
+
+class VarTokenizer(CodebookTokenizer):
+    float32 = ("codebook", "blends")
+    mixes_codes = True
+
+    def __init__(self, config: VarTokenizerConfig) -> None:
+        super().__init__(config, config.latent_channels, config.latent_channels, 3, config.blends)
         self.layout = Layout(
             rules=(
                 *by_resolution(len(config.multipliers), attention=True),
@@ -74,13 +96,18 @@ class VarTokenizer(Tokenizer):
         share = self.config.blend_share
         return (1 - share) * grid + share * self.blends[blend_index(stage, stages, self.config.blends)](grid)
 
-    def features(self, images: Tensor) -> Tensor:
-        return self.quant_conv(self.encoder(images.to(self.quant_conv.weight.dtype))).float()
 
-    def nearest(self, grid: Tensor, stage: Stage) -> Tensor:
-        z = to_rows(grid)
-        distance = z.square().sum(-1, keepdim=True) + self.codebook.square().sum(-1) - 2 * z @ self.codebook.T
-        return distance.argmin(dim=-1)
+@dataclass(frozen=True)
+class HartTokenizerConfig(VarTokenizerConfig):
+    """The same fields as VAR's; the type decides which tokenizer to build."""
 
-    def decode(self, latent: Tensor) -> Tensor:
-        return self.decoder(self.post_quant_conv(latent.to(self.post_quant_conv.weight.dtype))).float()
+
+class HartTokenizer(VarTokenizer):
+    """VAR's tokenizer, but a continuous residual completes the last stage's codes."""
+
+    def __init__(self, config: HartTokenizerConfig) -> None:
+        super().__init__(config)
+        self.layout = replace(self.layout, prefix="vae.", ignored=(r"vae\.quantize\.ema_vocab_hit_SV", r"disc\..*"))
+
+    def canvas(self, schedule: Schedule, batch: int) -> HybridCanvas:
+        return HybridCanvas(self, schedule, batch)

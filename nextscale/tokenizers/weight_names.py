@@ -20,6 +20,13 @@ def renamed(*replacements: tuple[str, str | Callable[[re.Match[str]], str]]) -> 
     return rename
 
 
+SHARED = (
+    (r"\.attention\.", ".attn."),
+    (r"^(encoder.*)\.resize\.", r"\1.downsample."),
+    (r"^(decoder.*)\.resize\.", r"\1.upsample."),
+    (r"\.shortcut\.", ".nin_shortcut."),
+    (r"\.proj\.", ".proj_out."),
+)
 WRAPPED = (
     (r"\.(\w*conv\w*|nin_shortcut)\.(weight|bias)$", r".\1.conv.\2"),
     (r"\.(norm\w*)\.(weight|bias)$", r".\1.norm.\2"),
@@ -34,12 +41,8 @@ def by_resolution(levels: int, attention: bool, wrapped: bool = False) -> tuple[
         (r"^decoder\.levels\.(\d+)", lambda m: f"decoder.up.{levels - 1 - int(m[1])}"),
         (r"^encoder\.levels\.", "encoder.down."),
         (r"\.blocks\.", ".block."),
-        (r"\.attention\.", ".attn."),
-        (r"^(encoder.*)\.resize\.", r"\1.downsample."),
-        (r"^(decoder.*)\.resize\.", r"\1.upsample."),
         (r"\.middle\.(\d)", lambda m: f".mid.{middle[m[1]]}"),
-        (r"\.shortcut\.", ".nin_shortcut."),
-        (r"\.proj\.", ".proj_out."),
+        *SHARED,
         *(WRAPPED if wrapped else ()),
     )
     return (Rule(r"(encoder|decoder)\..*", (names,)),)
@@ -50,12 +53,8 @@ def by_execution() -> tuple[Rule, ...]:
     common = (
         (r"\.levels\.", ".conv_blocks."),
         (r"\.blocks\.", ".res."),
-        (r"\.attention\.", ".attn."),
-        (r"^(encoder.*)\.resize\.", r"\1.downsample."),
-        (r"^(decoder.*)\.resize\.", r"\1.upsample."),
         (r"\.middle\.", ".mid."),
-        (r"\.shortcut\.", ".nin_shortcut."),
-        (r"\.proj\.", ".proj_out."),
+        *SHARED,
     )
     split = tuple(renamed(*common, (r"\.qkv\.", f".{letter}.")) for letter in "qkv")
     return (Rule(r"(encoder|decoder)\..*\.qkv\..*", split), Rule(r"(encoder|decoder)\..*", (renamed(*common),)))

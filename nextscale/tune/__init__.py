@@ -1,6 +1,6 @@
-"""Finding settings for a model: sensitivities, a predicted frontier, real runs by successive halving, and other prompts as proof."""
+"""Searches settings for a model: sensitivities, a predicted frontier, real runs by successive halving, and validation on other prompts."""
 
 from .candidate import Candidate
-from .search import Progress, tune
+from .search import tune
 
-__all__ = ["Candidate", "Progress", "tune"]
+__all__ = ["Candidate", "tune"]

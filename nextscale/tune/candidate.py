@@ -13,12 +13,12 @@ Amounts = tuple[tuple[int, float], ...]
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is done to the late stages. As it stands it is dense generation."""
+    """Reductions of the late stages. The defaults are dense generation."""
 
     amounts: Amounts = ()  # stage index to the share of its cells that SparseVAR runs; other stages are whole
     alpha: int = 4  # of SparseVAR's anchors
-    change: str = ""  # where SparseVAR measures change and how it places anchors, as its settings; "": its defaults
-    peer: str = ""  # another method with its settings, of `ladders`
+    change: str = ""  # SparseVAR's settings of where it measures change and places anchors; "": its defaults
+    peer: str = ""  # another method with its settings, of `space.ladders`
     unguided: int | None = None  # the first stage that runs one cfg branch
     kept_rows: CfgBranch = "cond"
     fade: int = 0  # stages before that one over which guidance falls
@@ -28,24 +28,21 @@ class Candidate:
     @property
     def text(self) -> str:
         """The method as the command line takes it."""
-        parts = [self._sparse] if self.amounts else []
+        parts = []
+        if self.amounts:
+            keep = dict(self.amounts)
+            while (before := min(keep) - 1) in self.left_out:  # which shows no change: with it, the stage before is observed
+                keep = {before: 1.0, **keep}
+            parts.append(f"sparsevar:keep={keep},alpha={self.alpha}{f',{self.change}' if self.change else ''}")
         if self.peer:
             parts.append(self.peer)
         if self.unguided is not None:
             rows = "" if self.kept_rows == "cond" else f",kept_rows={self.kept_rows}"
             parts.append(f"dropguidance:first_stage={self.unguided}{rows}{f',fade={self.fade}' if self.fade else ''}")
-        if self.skipped or self.left_out:
-            last = [f"last={self.skipped}"] if self.skipped else []
-            parts.append("skip:" + ",".join([*last, *([f"stages={list(self.left_out)}"] if self.left_out else [])]))
+        skips = [f"last={self.skipped}"] * (self.skipped > 0) + [f"stages={list(self.left_out)}"] * bool(self.left_out)
+        if skips:
+            parts.append(f"skip:{','.join(skips)}")
         return " + ".join(parts) or "dense"
-
-    @property
-    def _sparse(self) -> str:
-        keep = dict(self.amounts)
-        while (before := min(keep) - 1) in self.left_out:  # which shows no change: with it, the stage before is looked at
-            keep = {before: 1.0, **keep}
-        change = f",{self.change}" if self.change else ""
-        return f"sparsevar:keep={keep},alpha={self.alpha}{change}"
 
     @property
     def method(self) -> Method:
@@ -57,11 +54,11 @@ class Candidate:
 
     @property
     def knobs(self) -> int:
-        """How many are turned; each stage that SparseVAR reduces is one."""
+        """Number of knobs that are turned; each stage that SparseVAR reduces is one."""
         return len(self.amounts) + len(self.left_out) + sum((bool(self.peer), self.unguided is not None, self.skipped > 0))
 
     def with_amounts(self, amounts: dict[int, float]) -> Candidate:
-        """The same with other shares. What SparseVAR has left out stays out, so they never grow unless a whole stage lies between."""
+        """Returns it with other shares. Cells that SparseVAR left out stay out, so shares never grow unless a whole stage lies between."""
         shrinking: dict[int, float] = {}
         for stage in sorted(amounts):
             shrinking[stage] = min(amounts[stage], shrinking.get(stage - 1, 1.0))
@@ -70,7 +67,7 @@ class Candidate:
         return replace(self, amounts=tuple(shrinking.items()))
 
     def without_stages(self, skipped: int, left_out: tuple[int, ...], stages: int) -> Candidate:
-        """The same with other stages left out, which then are not reduced either."""
+        """Returns it with other stages left out, which then are not reduced either."""
         left = tuple(stage for stage in left_out if stage < stages - skipped)
         amounts = {stage: share for stage, share in self.amounts if stage < stages - skipped and stage not in left}
         return replace(self, skipped=skipped, left_out=left).with_amounts(amounts)

@@ -1,8 +1,8 @@
-"""Where SparseVAR should measure change: which blocks foresee best what the next stage changes. One dense run answers for all."""
+"""Finds the blocks that predict best which cells the next stage changes, where SparseVAR measures change. One dense run answers for all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,13 @@ from ..stage import Schedule, Stage
 
 TOP = 0.4  # of the cells
 
+Foresight = Mapping[tuple[int, int], float]
+"""First block and last block + 1 to a share."""
+
 
 @dataclass
 class Watcher:
-    """Hidden states of the conditional rows before and after every block of the late stages: only their changes are kept."""
+    """Changes of the hidden states of the conditional rows, over groups of blocks of the late stages."""
 
     images: int
     groups: Sequence[tuple[int, int]]  # first block and last block + 1
@@ -36,7 +39,7 @@ class Watcher:
 
 
 def block_groups(depth: int) -> list[tuple[int, int]]:
-    """Single blocks, at most sixteen of them, and eighths and quarters of the depth."""
+    """Returns single blocks, at most sixteen of them, and eighths and quarters of the depth."""
     step = -(-depth // 16)
     groups = {(block, block + 1) for block in range(0, depth, step)}
     for parts in (8, 4):
@@ -46,12 +49,10 @@ def block_groups(depth: int) -> list[tuple[int, int]]:
 
 
 @torch.inference_mode()
-def foresight(
-    pipeline: Pipeline, schedule: Schedule, prompts: Sequence[Any], seeds: Sequence[int], late: int
-) -> dict[tuple[int, int], float]:
-    """How much of what the late stages change in the images lies where a group of blocks changed most one stage earlier.
+def foresight(pipeline: Pipeline, schedule: Schedule, prompts: Sequence[Any], seeds: Sequence[int], late: int) -> Foresight:
+    """Returns the share of the images' change in the late stages that falls where a group of blocks changed most one stage earlier.
 
-    A share: that of the 40 % of the cells with the largest change, mean over images and stages. Chance is 0.4.
+    These places are the 40 % of the cells with the largest change. Mean over images and stages; chance is 0.4.
     """
     shown: dict[int, Tensor] = {}
     first = max(0, len(schedule) - late - 1)
@@ -72,6 +73,6 @@ def foresight(
 
 
 def captured(score: Tensor, moved: Tensor) -> float:
-    """Share of `moved` [B, cells] at the cells with the largest score, mean of all images."""
+    """Returns the share of `moved` [B, cells] at the cells with the largest score, mean of all images."""
     best = score.topk(max(1, round(TOP * score.shape[1])), dim=1).indices
     return float((moved.gather(1, best).sum(dim=1) / moved.sum(dim=1).clamp(min=1e-12)).mean())

@@ -1,4 +1,4 @@
-"""Which of several candidates are worth more runs: those at the frontier of speed and likeness, or near it."""
+"""Candidates that are worth more runs: those at the frontier of speed and distance, or near it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from itertools import accumulate
 from typing import TypeVar
 
 T = TypeVar("T")
-MOST_RANGES = 12  # of speed
-WANTED = (1.2, 5.0)  # the speedups that these ranges divide; what lies beyond belongs to the first or the last of them
+MAX_RANGES = 12  # of speed
+WANTED = (1.2, 5.0)  # the speedups that these ranges divide; those beyond belong to the first or the last of them
 
 Place = Callable[[T], tuple[float, float]]
 """Speedup, and distance to dense."""
 
 
 def gaps(places: Sequence[tuple[float, float]]) -> list[float]:
-    """The speedup of each against that of the fastest which is no further from dense: 1 at the frontier, less behind it."""
+    """Returns each speedup relative to the fastest that is no further from dense: 1 at the frontier, less behind it."""
     ordered = sorted(places, key=lambda place: place[1])
     distances = [distance for _, distance in ordered]
     fastest = list(accumulate((speedup for speedup, _ in ordered), max))
@@ -25,7 +25,7 @@ def gaps(places: Sequence[tuple[float, float]]) -> list[float]:
 
 
 def frontier(items: Sequence[T], of: Place[T]) -> list[T]:
-    """Those that nothing beats in both, slowest first; of equals the first."""
+    """Returns the items that nothing beats in both, slowest first; of equals the first."""
     found: list[T] = []
     best = -math.inf
     for item in sorted(items, key=lambda item: (of(item)[1], -of(item)[0])):  # nearest first
@@ -36,16 +36,16 @@ def frontier(items: Sequence[T], of: Place[T]) -> list[T]:
 
 
 def near_frontier(items: Sequence[T], of: Place[T], count: int) -> list[T]:
-    """At most `count` items: of several ranges of speed in turn, so that all are covered, always the one nearest to the frontier."""
+    """Returns at most `count` items, of several ranges of speed in turn, always the one nearest to the frontier."""
     places = [of(item) for item in items]
     return spread(items, [speedup for speedup, _ in places], gaps(places), count)
 
 
 def spread(items: Sequence[T], speedups: Sequence[float], scores: Sequence[float], count: int) -> list[T]:
-    """At most `count` items, of several ranges of speed in turn, always the one with the highest score."""
+    """Returns at most `count` items, of several ranges of speed in turn, always the one with the highest score."""
     if not items:
         return []
-    bins = max(1, min(MOST_RANGES, count // 2))
+    bins = max(1, min(MAX_RANGES, count // 2))
     low, high = (math.log(min(max(pick(speedups), WANTED[0]), WANTED[1])) for pick in (min, max))
     width = (high - low) / bins or 1.0
     shelves: dict[int, list[tuple[float, int]]] = {}
@@ -63,7 +63,7 @@ def spread(items: Sequence[T], speedups: Sequence[float], scores: Sequence[float
 
 
 def thinned(items: Sequence[T], of: Place[T], count: int) -> list[T]:
-    """At most `count` items of a frontier, spread evenly over the logarithm of the speedup, both ends among them."""
+    """Returns at most `count` items of a frontier, evenly spread over the logarithm of the speedup, with both ends."""
     if len(items) <= count:
         return list(items)
     low, high = math.log(of(items[0])[0]), math.log(of(items[-1])[0])

@@ -1,4 +1,4 @@
-"""A predicted frontier: powers of the distances of single knobs add up, and a stage takes an overhead and its MACs at a measured rate."""
+"""Predictions: powers of the distances of single knobs add up; a stage takes an overhead and its MACs at a measured rate."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .trials import Trial
 
 POWERS = tuple(1 + step / 10 for step in range(16))  # 1 to 2.5
 USUAL_POWER, TINY = 1.7, 1e-9
-PLAIN, SPARSE = "", "sparsevar"  # what a stage's time is fitted for, besides peers by their names
+PLAIN, SPARSE = "", "sparsevar"  # kinds of stages whose time is fitted, besides peers by their names
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """What the trials of single knobs say about all of them together."""
+    """Predictions for several knobs together from trials of single ones."""
 
     model: NextScaleModel
     workload: Workload
@@ -42,28 +42,26 @@ class Predictor:
 
     @cached_property
     def rows(self) -> CfgBranch:
-        """The branch whose rows are nearer to dense where guidance is dropped."""
+        """The branch whose rows are nearer to dense if guidance is dropped."""
         total = {"cond": 0.0, "uncond": 0.0}
         for candidate, distance in self.distances.items():
             if candidate.unguided is not None and not candidate.fade:
                 total[candidate.kept_rows] += distance
         return "cond" if total["cond"] <= total["uncond"] else "uncond"
 
-    # --- distance
-
     def distance(self, candidate: Candidate) -> float:
         return self._norm(candidate, self.power)
 
     @cached_property
     def power(self) -> float:
-        """Such that candidates with several knobs among the trials are predicted best; without one, what fits nano."""
+        """The power that predicts the trials with several knobs best; without such trials one that fits nano."""
         several = [(c, trial.lpips) for c, trial in self.together if trial.error is None and trial.lpips > 0]
         if not several:
             return USUAL_POWER
         return min(POWERS, key=lambda power: sum(abs(math.log(max(self._norm(c, power), TINY) / lpips)) for c, lpips in several))
 
     def _norm(self, candidate: Candidate, power: float) -> float:
-        """The distance if the powers of its parts add up. What several knobs spoil is partly the same, so it is more than 1."""
+        """Returns the distance if the powers of its parts add up. Knobs spoil partly the same, so the power is above 1."""
         last, rows = self.stages - candidate.skipped, candidate.kept_rows
         parts = [self.distances.get(Candidate(skipped=candidate.skipped), 0.0), self._peer(candidate.peer)]
         parts += [self.distances.get(Candidate(left_out=(stage,)), 0.0) for stage in candidate.left_out]
@@ -79,7 +77,7 @@ class Predictor:
 
     @cached_property
     def _fading(self) -> float:
-        """How much further from dense it is where guidance falls over the stage before."""
+        """Relative distance if guidance falls over the stage before."""
         faded = {candidate: distance for candidate, distance in self.distances.items() if candidate.fade == 1}
         at_once = {candidate: self.distances.get(replace(candidate, fade=0), 0.0) for candidate in faded}
         ratios = [faded[candidate] / distance for candidate, distance in at_once.items() if distance > 0]
@@ -90,7 +88,7 @@ class Predictor:
 
     @cached_property
     def _shares(self) -> dict[int, dict[float, float]]:
-        """The distances of every stage that was reduced alone, by the share of its cells."""
+        """Distances of every stage that was reduced alone, by the share of its cells."""
         found: dict[int, dict[float, float]] = {}
         for candidate, distance in self.distances.items():
             if len(candidate.amounts) == 1 and candidate.alpha == Candidate.alpha:
@@ -99,7 +97,7 @@ class Predictor:
         return found
 
     def _alpha(self, alpha: int) -> float:
-        """How much more than with the usual anchors the same shares cost."""
+        """Returns the distance relative to the usual anchors with the same shares."""
         return interpolated(self._alphas, float(alpha)) if alpha != Candidate.alpha else 1.0
 
     @cached_property
@@ -109,7 +107,7 @@ class Predictor:
         return {float(alpha): distance / usual for alpha, distance in of.items()} if usual > 0 else {float(Candidate.alpha): 1.0}
 
     def _peer(self, peer: str) -> float:
-        """Its distance alone; of a setting that was not tried, between those of the settings beside it."""
+        """Returns its distance alone; interpolates between settings that were tried."""
         if not peer:
             return 0.0
         steps = list(self.ladders.get(Candidate(peer=peer).peer_name, (peer,)))
@@ -117,13 +115,11 @@ class Predictor:
         known = {number: distance for number, distance in alone.items() if distance is not None}
         return interpolated(known, float(steps.index(peer))) if known else math.inf
 
-    # --- time
-
     def speedup(self, candidate: Candidate) -> float:
         return self.trials[0][1].seconds / self.seconds(candidate)
 
     def seconds(self, candidate: Candidate) -> float:
-        """The time that a batch is expected to take, decoding included."""
+        """Returns the predicted time of a batch with decoding."""
         macs = self.macs(candidate)
         if macs is None:
             return math.inf
@@ -132,14 +128,11 @@ class Predictor:
         rates = zip(*(self.rates.get(kind, self.rates[PLAIN]) for kind in kinds), strict=True)
         stages = sum(max(overhead + slope * work for overhead, slope in each) for work, each in zip(macs, rates, strict=True) if work)
         decoding = max(0.0, dense.seconds - sum(dense.stages))  # medians of their own, which need not add up
-        return decoding + self._saving(candidate.peer) * stages
-
-    def _saving(self, peer: str) -> float:
-        """MACs against those that were planned, where a peer decides for each image what to leave out; 1 for all others."""
-        return self._savings.get(peer, 1.0)
+        return decoding + self._savings.get(candidate.peer, 1.0) * stages
 
     @cached_property
     def _savings(self) -> dict[str, float]:
+        """MACs relative to planned ones, of peers that decide per image."""
         dense, found = self.macs(Candidate()) or (), {}
         for candidate, trial in self.trials:
             if candidate.peer and trial.error is None and (planned := self.macs(candidate)) is not None:
@@ -147,7 +140,7 @@ class Predictor:
         return found
 
     def macs(self, candidate: Candidate) -> tuple[int, ...] | None:
-        """The MACs of every stage; None where the model or the schedule does not allow the candidate."""
+        """Returns the MACs of every stage; None if the model or the schedule does not allow the candidate."""
         if candidate not in self.counted:
             try:
                 plans = candidate.method.forecast(self.model, self.workload.schedule, self.workload.guided)
@@ -159,7 +152,7 @@ class Predictor:
 
     @cached_property
     def rates(self) -> dict[str, list[tuple[float, float]]]:
-        """The overhead of every stage in seconds, and its seconds per MAC. SparseVAR and every peer that was timed have their own."""
+        """Overhead of every stage in seconds, and its seconds per MAC. SparseVAR and every timed peer have their own."""
         peers = {c.peer_name for c, trial in self.trials if c.peer and trial.timed}
         return {kind: self._rates(kind) for kind in (PLAIN, SPARSE, *sorted(peers))}
 
@@ -173,12 +166,12 @@ class Predictor:
         return self.macs(candidate) is not None
 
     def place(self, candidate: Candidate) -> tuple[float, float]:
-        """Speedup, and distance to dense."""
+        """Returns speedup and distance."""
         return self.speedup(candidate), self.distance(candidate)
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Overhead and slope of a line through (MACs, seconds), neither of them negative."""
+    """Returns overhead and slope of a line through (MACs, seconds), neither of them negative."""
     mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
     spread = sum((x - mean_x) ** 2 for x, _ in points)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread > (1e-3 * mean_x) ** 2 else 0.0
@@ -187,7 +180,7 @@ def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def interpolated(points: dict[float, float], place: float) -> float:
-    """The value at a place between known ones, along straight lines; beyond the last two along theirs, and never negative."""
+    """Returns the value at a place, along straight lines between known ones; beyond the last two along theirs, and never negative."""
     known = sorted(points.items())
     if len(known) == 1:
         return known[0][1]

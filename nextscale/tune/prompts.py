@@ -1,4 +1,4 @@
-"""Prompts to search with where none are given: things, places and manners, combined; classes for models that take classes."""
+"""Default prompts of a search: things, places and manners, combined; classes for models that take classes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MANNERS = ("a photograph of {}", "an oil painting of {}", "a pencil sketch of {}
 
 
 def own_prompts(pipeline: Pipeline, count: int) -> list[Any]:
-    """So many prompts, the same ones every time; the first 256 are all different, and so are the first 1000 classes."""
+    """Returns the same prompts every time; the first 256 are all different, and so are the first 1000 classes."""
     if not isinstance(pipeline.reader, TextReader):
         return [(7 * number) % 1000 % pipeline.reader.classes for number in range(count)]  # type: ignore[attr-defined]
     made = []
     for number in range(count):
         turn, thing = divmod(number // 2, len(THINGS))
         place = PLACES[(thing // 2 + turn) % len(PLACES)]
-        manner = MANNERS[(thing + turn + 2 * (number % 2)) % len(MANNERS)]  # of a thing and a place, every second prompt has another
+        manner = MANNERS[(thing + turn + 2 * (number % 2)) % len(MANNERS)]
         made.append(manner.format(f"{THINGS[5 * thing % len(THINGS)]} {place}"))
     return made

@@ -1,21 +1,21 @@
-"""The search: cheap measurements first, then real runs of what they promise, on ever more prompts."""
+"""The search: cheap measurements first, then real runs of promising candidates, on more and more prompts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from ..errors import NextscaleError
+from ..eval.compare import OnProgress
 from ..planning.cost import Workload
 from .candidate import Amounts, Candidate
 from .foresight import foresight
 from .frontier import WANTED, frontier, gaps, near_frontier, spread, thinned
-from .ladders import ladders, probed
 from .log import TrialLog
 from .predict import Predictor
-from .space import CONTENT, LATE, LOGITS, Space
+from .space import CONTENT, LATE, LOGITS, Space, ladders, probed
 from .trials import Bench, Trial
 
 EXPLORED, HALVED = 0.6, 0.85  # of the time, until candidates meet more prompts, and until only the winners' neighbours are tried
@@ -23,26 +23,23 @@ STEPPED = 12  # neighbours that are run before the frontier is drawn anew
 CHANGES = 3  # groups of blocks, besides the default and the logits, that are tried where change is measured
 ALIKE = 1.1  # of the least LPIPS: where else change may be measured
 STEEP = 2  # along nano's frontier LPIPS grows with this power of the speed
-ALL_LATE = 0.4  # of the cells of all late stages, where choices that are no amounts are compared
-NEAR = 0.97  # of the speedup of the predicted frontier, that another method must come to with some of the other knobs
-MOST_CANDIDATES, MOST_WINNERS = 48, 20
-MOST_ROUNDS = 4  # of prompts: what is left then is told apart by the proof
+ALL_LATE = 0.4  # of the cells of all late stages, with which other choices are compared
+NEAR = 0.97  # of the predicted frontier's speedup, which another method must reach with some of the other knobs
+MAX_CANDIDATES, MAX_WINNERS = 48, 20
+MAX_ROUNDS = 4  # of prompts; validation tells the rest apart
 WORTH = 1.03  # of dense generation's speed, that a winner has
-FEWEST, MOST_PREDICTED = 12, 500  # candidates of the predicted frontier that are run whatever the time, and at most
-
-Progress = Callable[[str, float], None]
-"""Called with the next step, and the share of the time that is spent: more than 1 where the needed trials take longer."""
+MIN_PREDICTED, MAX_PREDICTED = 12, 500  # candidates of the predicted frontier that are run: in any case, and at most
 
 
 @dataclass(eq=False)
 class Search:
-    """One search. It decides by its trials alone, so that one that was stopped and starts again goes the same way."""
+    """One search. Its trials alone decide, so a search that was stopped and starts again takes the same steps."""
 
     bench: Bench
     log: TrialLog
     seconds: float
     workload: Workload
-    on_progress: Progress = lambda what, share: None
+    on_progress: OnProgress = lambda what, share: None  # the next step, and the share of the time: above 1 if needed trials take longer
     tried: dict[str, Candidate] = field(default_factory=dict)
     seen: dict[tuple[str, int, bool], Trial] = field(default_factory=dict)  # by candidate, rounds and whether timed, in order
     space: Space = field(init=False)
@@ -54,16 +51,16 @@ class Search:
 
     @property
     def most(self) -> float:
-        """The largest distance to dense of a single knob: what is further away than leaving out three stages is of no interest."""
+        """The largest distance of a single knob: candidates further away than leaving out three stages are of no interest."""
         return max(distance for candidate, distance in self.predictor.distances.items() if not candidate.peer)
 
     @property
     def spent(self) -> float:
-        """Share of the time that the trials so far have taken. Those of an earlier start count when the search comes to them."""
+        """Share of the time that the trials have taken. Those of an earlier start count when the search comes to them."""
         return sum(trial.took for trial in self.seen.values()) / self.seconds
 
     def trial(self, candidate: Candidate, rounds: int = 1, what: str = "runs", timed: bool = True) -> Trial:
-        """A run of the candidate, or what the log has of it. Where it is not timed, its speed is predicted."""
+        """Returns a run of the candidate, or its trial in the log. The speed of an untimed one is predicted."""
         timed = self.bench.times(timed)
         key = candidate.text, rounds, timed
         if key not in self.seen:
@@ -77,14 +74,12 @@ class Search:
         return self.seen[key]
 
     def expected(self, candidate: Candidate) -> float:
-        """The predicted distance where several knobs are turned; 0 for single ones, which are what is predicted from."""
+        """Returns the predicted distance if several knobs are turned; 0 for single ones, from which it is predicted."""
         known = candidate.knobs > 1 and self.predictor.trials
         return distance if known and math.isfinite(distance := self.predictor.distance(candidate)) else 0.0
 
-    # --- the way of a search
-
     def run(self) -> list[Candidate]:
-        """The winners, slowest first."""
+        """Returns the winners, slowest first."""
         self.measure_knobs()
         self.measure_peers()
         self.explore()
@@ -93,14 +88,14 @@ class Search:
         self.refine(rounds, 1.0, timed=True)
         last = self.places(rounds)
         best = frontier([candidate for candidate, (speedup, _) in last.items() if speedup > WORTH], last.__getitem__)
-        return thinned(best, last.__getitem__, MOST_WINNERS)
+        return thinned(best, last.__getitem__, MAX_WINNERS)
 
     def measure_knobs(self) -> None:
-        """Dense generation, where change is best measured, and every knob alone."""
+        """Runs dense generation, finds where change is best measured, and runs every knob alone."""
         dense = Candidate()
         measured = [(dense, self.trial(dense, what="dense"))]
         if (error := measured[0][1].error) is not None:
-            raise NextscaleError(f"dense generation fails, so that there is nothing to compare with: {error}")
+            raise NextscaleError(f"dense generation fails: {error}")
         best, *others = self.best_changes()
         self.space = replace(self.space, change=best, changes=tuple(others))
         measured += [(candidate, self.trial(candidate, what="one knob", timed=timed)) for candidate, timed in self.space.singles()]
@@ -110,13 +105,13 @@ class Search:
 
     @property
     def all_late(self) -> Amounts:
-        """Every late stage reduced alike, with which choices that are no amounts are compared."""
+        """Equal shares for every late stage, with which other choices are compared."""
         return tuple((stage, ALL_LATE) for stage in self.space.late(LATE))
 
     def best_changes(self) -> list[str]:
-        """The places where SparseVAR measures change, the best first, and then what is nearly as good.
+        """Returns the places where SparseVAR measures change, the best first, then those nearly as good.
 
-        Real runs of the blocks that foresee best, of the logits, and of the default decide. All of them cost the same.
+        Real runs of the blocks with the best foresight, of the logits, and of the default decide. All of them cost the same.
         """
         self.on_progress("which blocks foresee the next stage", self.spent)
         prompts, seeds = self.bench.part(0)
@@ -131,7 +126,7 @@ class Search:
         return self.with_anchors([usable[distance] for distance in sorted(usable) if distance <= ALIKE * min(usable)] or [""])
 
     def with_anchors(self, changes: list[str]) -> list[str]:
-        """The same with anchors by content, first where they pay for the time that finding them takes, else as a choice."""
+        """Adds anchors by content: first if they pay for the time of finding them, else as another choice."""
         grid, content = changes[0], ",".join(filter(None, (changes[0], CONTENT)))
         trials = [self.trial(Candidate(self.all_late, change=change), what="where anchors lie") for change in (grid, content)]
         if any(trial.error is not None for trial in trials):
@@ -140,7 +135,7 @@ class Search:
         return [content, *changes] if by_content < on_grid else [grid, content, *changes[1:]]
 
     def measure_peers(self) -> None:
-        """Other methods alone, untimed. Those that could come near the frontier, were they as fast as their MACs say, are timed once."""
+        """Runs other methods alone, untimed. Those that could come near the frontier if they were as fast as their MACs are timed once."""
         known = self.predictor.ladders
         alone = [Candidate(peer=peer) for steps in known.values() for peer in probed(steps)]
         found = [(candidate, self.trial(candidate, what="another method", timed=False)) for candidate in alone]
@@ -154,10 +149,7 @@ class Search:
         self.space = replace(self.space, peers={name: usable[name] for name in left}, apart=apart)
 
     def goes_with_budgets(self, peer: str) -> bool:
-        """Runs another method with SparseVAR's budgets. Where the two do not combine, the log says why.
-
-        What plans can tell is told of each candidate before it would run; what only running shows holds for all of them.
-        """
+        """Returns False if another method fails beside SparseVAR's budgets when it runs; that holds for all candidates, plans for each."""
         for change in dict.fromkeys((self.space.change, LOGITS)):
             together = Candidate(self.all_late, change=change, peer=peer)
             failed = self.trial(together, what="with budgets", timed=False).error is not None
@@ -166,7 +158,7 @@ class Search:
         return True
 
     def nearest_peers(self, peers: Mapping[str, tuple[str, ...]]) -> dict[str, Candidate]:
-        """The setting that comes nearest to the predicted frontier, of each method that comes near it, alone or with other knobs."""
+        """Returns, for each method that comes near the predicted frontier alone or with other knobs, its nearest setting."""
         places = self.predicted(replace(self.space, peers=peers))
         best: dict[str, tuple[float, str]] = {}
         for (candidate, (speedup, _)), gap in zip(places.items(), gaps(list(places.values())), strict=True):
@@ -175,16 +167,16 @@ class Search:
         return {name: Candidate(peer=peer) for name, (_, peer) in sorted(best.items())}
 
     def predicted(self, space: Space) -> dict[Candidate, tuple[float, float]]:
-        """Speedup and distance of all combinations. What is further from dense than any single knob is left out."""
+        """Returns speedup and distance of all combinations that are no further from dense than some single knob."""
         possible = (candidate for candidate in space.combinations() if self.predictor.possible(candidate))
         places = {candidate: self.predictor.place(candidate) for candidate in possible}
         return {candidate: place for candidate, place in places.items() if place[1] <= self.most}
 
     def explore(self) -> None:
-        """Runs what the prediction puts at the frontier or near it."""
+        """Runs candidates at or near the predicted frontier."""
         places = self.predicted(self.space)
-        for number, candidate in enumerate(near_frontier(list(places), places.__getitem__, MOST_PREDICTED)):
-            if self.spent > EXPLORED / 2 and number >= FEWEST:
+        for number, candidate in enumerate(near_frontier(list(places), places.__getitem__, MAX_PREDICTED)):
+            if self.spent > EXPLORED / 2 and number >= MIN_PREDICTED:
                 break
             self.trial(candidate, what="predicted", timed=False)
         measured = [(self.tried[text], trial) for (text, rounds, _), trial in self.seen.items() if rounds == 1]
@@ -192,7 +184,7 @@ class Search:
         self.predictor = replace(self.predictor, together=several or self.predictor.together)
 
     def refine(self, rounds: int, until: float, timed: bool) -> None:
-        """Steps away from the measured frontier, one knob at a time, those first that are predicted to move it most."""
+        """Steps away from the measured frontier, one knob at a time, first where the prediction moves it most."""
         while self.spent < until:
             steps = self.next_steps(rounds, fine=timed)
             if not steps:
@@ -203,9 +195,9 @@ class Search:
                 self.trial(candidate, rounds, what="a finer step" if timed else "one step further", timed=timed)
 
     def next_steps(self, rounds: int, fine: bool) -> list[Candidate]:
-        """Untried neighbours of the frontier, of all ranges of speed.
+        """Returns untried neighbours of the frontier, of all ranges of speed.
 
-        Each is predicted from what its origin measured and the change that the prediction sees.
+        Each is predicted from its origin's measurement and the predicted change.
         """
         predictor, measured = self.predictor, self.places(rounds)
         edge = frontier([(1.0, 0.0), *measured.values()], lambda place: place)
@@ -222,14 +214,14 @@ class Search:
         return spread(ordered, [promise[c][1] for c in ordered], [promise[c][0] for c in ordered], STEPPED)
 
     def halve(self) -> int:
-        """Candidates near the frontier run twice as many prompts, and half of them again, until prompts or time are used up.
+        """Runs candidates near the frontier on twice as many prompts, and half of them again, until prompts or time are used up.
 
         Returns the number of rounds after which some are left.
         """
-        rounds, count = 1, MOST_CANDIDATES
-        while rounds * 2 <= min(MOST_ROUNDS, self.bench.batches // self.bench.unit) and self.spent < HALVED:
+        rounds, count = 1, MAX_CANDIDATES
+        while rounds * 2 <= min(MAX_ROUNDS, self.bench.batches // self.bench.unit) and self.spent < HALVED:
             before = self.places(rounds)
-            rounds, count = rounds * 2, max(MOST_WINNERS, count // 2)
+            rounds, count = rounds * 2, max(MAX_WINNERS, count // 2)
             for candidate in near_frontier(list(before), before.__getitem__, count):
                 if self.spent >= 1:
                     break
@@ -237,7 +229,7 @@ class Search:
         return rounds if self.places(rounds) else max(1, rounds // 2)
 
     def places(self, rounds: int) -> dict[Candidate, tuple[float, float]]:
-        """Speedup and distance of what ran so many rounds of prompts and is of interest; dense generation is no candidate."""
+        """Returns speedup and distance of the candidates of interest that ran this many rounds, without dense generation."""
         found: dict[Candidate, tuple[float, float]] = {}
         for (text, ran, timed), trial in self.seen.items():
             candidate = self.tried[text]
@@ -247,7 +239,7 @@ class Search:
 
 
 def behind(distance: float, edge: Sequence[tuple[float, float]]) -> float:
-    """The speedup of a frontier at a distance, along straight lines between its points."""
+    """Returns the speedup of a frontier at a distance, along straight lines between its points."""
     for (slow, near), (fast, far) in pairwise(edge):
         if distance <= far:
             return slow + (fast - slow) * (distance - near) / (far - near) if far > near else fast
@@ -258,9 +250,6 @@ def ratio(after: float, before: float) -> float:
     return after / before if before > 0 and math.isfinite(after) else 1.0
 
 
-def tune(bench: Bench, log: TrialLog, seconds: float, workload: Workload, on_progress: Progress | None = None) -> list[Candidate]:
-    """The candidates at the frontier of the prompts of the search, slowest first."""
-    search = Search(bench, log, seconds, workload)
-    if on_progress is not None:
-        search.on_progress = on_progress
-    return search.run()
+def tune(bench: Bench, log: TrialLog, seconds: float, workload: Workload, on_progress: OnProgress) -> list[Candidate]:
+    """Returns the candidates at the frontier of the prompts of the search, slowest first."""
+    return Search(bench, log, seconds, workload, on_progress).run()

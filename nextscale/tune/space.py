@@ -1,9 +1,9 @@
-"""What the search may turn: single knobs, all of them together in coarse steps, and the settings next to one."""
+"""The knobs: single ones, all of them together in coarse steps, and the settings next to one."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..guidance import CfgBranch
@@ -19,10 +19,41 @@ PROBED_SHARES = (0.5, 0.2)  # of every late stage alone
 PROBED_ALPHAS = (2, 8)
 LATE = 4  # stages whose shares are combined; steps may reduce one more
 UNGUIDED = 5  # stages that may be the first without guidance
-FADED = 2  # stages at most over which guidance falls before
-SKIPPED = 3  # stages at most
+MAX_FADE = 2  # stages over which guidance falls before
+MAX_SKIPPED = 3  # stages
 LEFT_OUT = 3  # stages before the last one that are left out in combinations
-MOST_LEFT_OUT = 5  # of which steps may leave out any
+MAX_LEFT_OUT = 5  # of which steps may leave out any
+PROBED_RUNGS = 3  # settings of another method that are tried alone
+
+LADDERS: Mapping[str, tuple[str, ...]] = {
+    "fastvar": ("ratios={LAST: 0.4}", "ratios={LAST: 0.6}", "ratios={BEFORE: 0.4, LAST: 0.6}", "ratios={BEFORE: 0.6, LAST: 0.75}"),
+    "stagevar": (
+        "alphas={LAST: 0.96},ranks=0.2,guidance_off=999",
+        "alphas={LAST: 0.96},ranks=0.05,guidance_off=999",
+        "alphas={LAST: 0.96},ranks=0.02,guidance_off=999",
+        "alphas={LAST: 0.96},guidance_off=999",  # the model's own ranks, where it has a table
+        "alphas={BEFORE: 0.96, LAST: 0.96},ranks=0.02,guidance_off=999",
+    ),
+    "tome": ("ratio=0.3,stages=[LAST]", "ratio=0.5,stages=[LAST]", "ratio=0.5", "ratio=0.75"),
+    "skipvar": ("models=0.88", "models=0.86", "models=0.84"),
+}
+"""Other methods that the search tries, mild settings before bold ones. LAST is the index of the last stage, BEFORE that of the one
+before it. ScaleKV saves memory and no time, and CoDe needs a second model: neither is here."""
+
+
+def ladders(stages: int) -> dict[str, tuple[str, ...]]:
+    """Returns the other methods by name, each as the command line takes them."""
+    last, before = str(stages - 1), str(stages - 2)
+    return {
+        name: tuple(f"{name}:{settings.replace('LAST', last).replace('BEFORE', before)}" for settings in steps)
+        for name, steps in LADDERS.items()
+    }
+
+
+def probed(steps: Sequence[str]) -> list[str]:
+    """Returns the settings that are tried alone: the mildest, the boldest, and those in the middle."""
+    numbers = {round(step * (len(steps) - 1) / (PROBED_RUNGS - 1)) for step in range(PROBED_RUNGS)}
+    return [steps[number] for number in sorted(numbers)]
 
 
 @dataclass(frozen=True)
@@ -32,22 +63,22 @@ class Space:
     stages: int
     guided: bool
     change: str = ""  # where SparseVAR measures change, and how it places anchors
-    changes: tuple[str, ...] = ()  # how else it may, nearly as well
+    changes: tuple[str, ...] = ()  # other choices, nearly as good
     rows: CfgBranch = "cond"  # that are kept where guidance is dropped
     peers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # other methods that came near the frontier, mild before bold
-    apart: frozenset[str] = frozenset()  # of these, those that do not go with SparseVAR's budgets
+    apart: frozenset[str] = frozenset()  # of these, those that do not combine with SparseVAR's budgets
 
     def late(self, number: int) -> range:
         return range(max(1, self.stages - number), self.stages)
 
     def before_last(self, number: int, skipped: int = 0) -> range:
-        """So many stages before the last one, as far as some stage runs after them."""
+        """Returns stages before the last one after which some stage runs."""
         return range(max(1, self.stages - 1 - number), self.stages - 1 - skipped)
 
     def singles(self) -> Iterator[tuple[Candidate, bool]]:
-        """One knob at a time, and whether it has to be timed: what costs as much as another knob needs its distance alone."""
-        yield from ((Candidate(skipped=last), True) for last in range(1, min(SKIPPED, self.stages - 1) + 1))
-        yield from ((Candidate(left_out=(stage,)), False) for stage in self.before_last(MOST_LEFT_OUT))
+        """Yields one knob at a time, and whether it must be timed: if it costs as much as another knob, its distance suffices."""
+        yield from ((Candidate(skipped=last), True) for last in range(1, min(MAX_SKIPPED, self.stages - 1) + 1))
+        yield from ((Candidate(left_out=(stage,)), False) for stage in self.before_last(MAX_LEFT_OUT))
         if self.guided:
             for stage in self.late(UNGUIDED):
                 yield from ((Candidate(unguided=stage, kept_rows=rows), rows == "cond") for rows in ("cond", "uncond"))
@@ -58,22 +89,20 @@ class Space:
         yield from ((Candidate(last, alpha=alpha, change=self.change), False) for alpha in PROBED_ALPHAS)
 
     def combinations(self) -> Iterator[Candidate]:
-        """What is predicted: all knobs together, in coarse steps."""
+        """Yields all knobs together in coarse steps, which are predicted."""
         starts = [None, *self.late(UNGUIDED)] if self.guided else [None]
-        for unguided, skipped in itertools.product(starts, range(min(SKIPPED, self.stages - 1))):
+        for unguided, skipped in itertools.product(starts, range(min(MAX_SKIPPED, self.stages - 1))):
             if unguided is not None and unguided >= self.stages - skipped:
                 continue
             plain = Candidate(unguided=unguided, kept_rows="cond" if unguided is None else self.rows, skipped=skipped)
-            yield plain
-            yield from self._reduced(plain)
             between = self.before_last(LEFT_OUT, skipped)
-            for left_out in (some for count in range(len(between)) for some in itertools.combinations(between, count + 1)):
+            for left_out in (some for count in range(len(between) + 1) for some in itertools.combinations(between, count)):
                 yield replace(plain, left_out=left_out)
                 yield from self._reduced(replace(plain, left_out=left_out))
             yield from (replace(plain, peer=peer) for steps in self.peers.values() for peer in steps)
 
     def _reduced(self, plain: Candidate) -> Iterator[Candidate]:
-        """The candidate with all shares of its late stages that never grow."""
+        """Yields the candidate with all shares of its late stages that never grow."""
         left = [stage for stage in self.late(LATE) if stage < self.stages - plain.skipped and stage not in plain.left_out]
         for shares in itertools.combinations_with_replacement(COARSE, len(left)):
             amounts = tuple((stage, share) for stage, share in zip(left, shares, strict=True) if share < 1)
@@ -81,7 +110,7 @@ class Space:
                 yield replace(plain, amounts=amounts, change=self.change)
 
     def neighbours(self, origin: Candidate, fine: bool = False) -> Iterator[Candidate]:
-        """Candidates that differ in one knob by one step; fine: by half a step of the shares."""
+        """Yields candidates that differ in one knob by one step; fine: by half a step of the shares."""
         yield from self._other_shares(origin, FINE if fine else SHARES)
         if origin.amounts:
             yield from (replace(origin, alpha=int(alpha)) for alpha in adjacent(ALPHAS, origin.alpha) if alpha is not None)
@@ -91,8 +120,8 @@ class Space:
         for skipped in (origin.skipped - 1, origin.skipped + 1):
             if 0 <= skipped < self.stages - 1:
                 yield origin.without_stages(skipped, origin.left_out, self.stages)
-        for stage in self.before_last(MOST_LEFT_OUT, origin.skipped):
-            yield origin.without_stages(origin.skipped, toggled(origin.left_out, stage), self.stages)
+        for stage in self.before_last(MAX_LEFT_OUT, origin.skipped):
+            yield origin.without_stages(origin.skipped, tuple(sorted({*origin.left_out} ^ {stage})), self.stages)
         yield from self._other_peers(origin)
 
     def _other_shares(self, origin: Candidate, scale: tuple[float, ...]) -> Iterator[Candidate]:
@@ -102,7 +131,7 @@ class Space:
             if stage >= self.stages - origin.skipped or stage in origin.left_out:
                 continue
             for share in adjacent(scale, amounts.get(stage)):
-                changed = {**amounts, stage: share} if share is not None else {k: v for k, v in amounts.items() if k != stage}
+                changed = {known: kept for known, kept in {**amounts, stage: share}.items() if kept is not None}
                 yield from (replace(origin, change=change).with_amounts(changed) for change in changes)
 
     def _other_guidance(self, origin: Candidate) -> Iterator[Candidate]:
@@ -114,11 +143,11 @@ class Space:
                 rows = self.rows if origin.unguided is None else origin.kept_rows
                 yield replace(origin, unguided=unguided, kept_rows=rows, fade=min(origin.fade, unguided))
         for fade in (origin.fade - 1, origin.fade + 1):
-            if origin.unguided is not None and origin.kept_rows == "cond" and 0 <= fade <= min(FADED, origin.unguided):
+            if origin.unguided is not None and origin.kept_rows == "cond" and 0 <= fade <= min(MAX_FADE, origin.unguided):
                 yield replace(origin, fade=fade)
 
     def _other_peers(self, origin: Candidate) -> Iterator[Candidate]:
-        """A step up or down the ladder; the logits need no block that a peer might run its own way."""
+        """Yields a step up or down the ladder; the logits need no block that a peer might run its own way."""
         if origin.peer:
             steps = self.peers.get(origin.peer_name, (origin.peer,))
             place = steps.index(origin.peer)
@@ -131,15 +160,8 @@ class Space:
                 yield replace(origin, peer=peer, change=LOGITS)
 
 
-def toggled(stages: tuple[int, ...], stage: int) -> tuple[int, ...]:
-    return tuple(sorted({*stages} ^ {stage}))
-
-
 def adjacent(scale: tuple[float, ...], value: float | None) -> list[float | None]:
-    """The steps before and after a value on its scale; None, which is "not at all", comes before the first.
-
-    A value that is not on it, having been found in finer steps, lies between two.
-    """
+    """Returns the steps before and after a value; None, which is "not at all", comes before the first. A finer value is between two."""
     steps: list[float | None] = [None, *scale]
     if value is None or value in scale:
         place = steps.index(value)

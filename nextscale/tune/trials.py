@@ -1,11 +1,11 @@
-"""Real runs of candidates: how far their images are from the dense ones, and how long they take."""
+"""Runs candidates: distance of their images to the dense ones, and time."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,27 +13,22 @@ import torch
 from torch import Tensor
 
 from ..errors import NextscaleError
-from ..eval.results import short_error
-from ..eval.timing import wait
+from ..eval.compare import Distance
+from ..eval.results import short_error, wait
 from ..io import from_levels, to_levels
 from ..methods.method import Method
 from ..methods.registry import resolve_method
 from ..pipeline import Pipeline
 from ..report import Report
 from ..stage import Schedule
-from ..validation import is_int, is_number
-
-Distance = Callable[[Tensor, Tensor], Tensor]
-"""Distances [B] of two batches of images [B, 3, H, W] in [-1, 1]: LPIPS."""
 
 METRIC_BATCH = 32  # images that are compared at a time
-LARGEST = 1e300  # a number in a file of trials
-APART = 10  # times as long as it takes, until a dense batch is timed again on a CPU: another program may have started or ended
+APART = 10  # a dense batch is timed again on a CPU after as many times its length: another program may have started or ended
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a candidate did on the first `images` prompts. One that was not timed has distances only."""
+    """Measurements of a candidate on the first `images` prompts. An untimed one has distances only."""
 
     text: str  # of the candidate
     images: int
@@ -54,27 +49,17 @@ class Trial:
     def speedup(self) -> float:
         return self.dense / self.seconds if self.timed else 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Trial:
-        trial = cls(**{**values, "stages": tuple(values["stages"])})
-        numbers = (trial.lpips, trial.seconds, *trial.stages, trial.cost_share, trial.dense, trial.took, trial.predicted)
-        texts = (trial.text, "" if trial.error is None else trial.error)
-        if not all(isinstance(text, str) for text in texts) or not is_int(trial.images, 1):
-            raise ValueError(f"text, images or error of the trial {trial.text!r}")
-        if not all(is_number(number) and 0 <= number <= LARGEST for number in numbers):
-            raise ValueError(f"a number of the trial {trial.text!r}")
-        return trial
+    def __post_init__(self) -> None:
+        if self.images < 1 or min(self.lpips, self.seconds, *self.stages, self.cost_share, self.dense, self.took, self.predicted) < 0:
+            raise ValueError(f"numbers of the trial {self.text!r} must not be negative")
 
 
 @dataclass(eq=False)
 class Bench:
     """A pipeline that generates the same prompts and seeds with every candidate.
 
-    What is not timed runs eagerly and is compared with dense images that were generated eagerly too: a captured graph rounds differently,
-    which changes sampled codes here and there. On nano two dense images of the same seed are 0.03 LPIPS apart where one was captured.
+    Untimed runs are eager and compared with eager dense images: a captured graph rounds differently, which changes some sampled codes. On
+    nano two dense images of the same seed are 0.03 LPIPS apart if one of them was captured.
     """
 
     pipeline: Pipeline
@@ -102,7 +87,7 @@ class Bench:
 
     @cached_property
     def eager(self) -> Pipeline:
-        """The same weights, never captured."""
+        """A pipeline of the same weights, never captured."""
         pipe = self.pipeline
         return Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, pipe.name, "eager")
 
@@ -119,14 +104,11 @@ class Bench:
         return self.pipeline.model.device.type == "cuda"
 
     def times(self, timed: bool) -> bool:
-        """Whether a run is timed that need not be: on a CPU that costs nothing."""
+        """Returns True if a run is timed: on a CPU every one is, since that costs nothing."""
         return timed or not self.on_gpu
 
     def run(self, text: str, batches: int, timed: bool = True) -> Trial:
-        """The candidate on the first batches; a failure is a trial too.
-
-        timed: on a GPU its graphs are captured first, which takes longer than a batch; on a CPU every run is timed.
-        """
+        """Runs the candidate on the first batches; a failure is a trial too. A timed run on a GPU is captured first, which takes longer."""
         begun = time.perf_counter()
         try:
             trial = self._run(text, resolve_method(text), batches, self.times(timed))
@@ -166,7 +148,7 @@ class Bench:
         return self.pipeline(prompts[:1], seed=seeds[:1], size=self.schedule).report.seconds
 
     def dense_seconds_per_image(self) -> float:
-        """Timed now where it was not yet."""
+        """Returns the time of dense generation, and measures it first if needed."""
         if not self.dense_seconds:
             self._time_dense()
         return self._dense_seconds() / self.batch
@@ -175,7 +157,7 @@ class Bench:
         return statistics.median(self.dense_seconds[-5 if self.on_gpu else -3 :])
 
     def _time_dense(self) -> None:
-        """A dense batch beside every candidate where that is cheap; on a CPU now and then, so that it adds a tenth to the time."""
+        """Times a dense batch: beside every candidate on a GPU; on a CPU only so often that it adds a tenth to the time."""
         waited = time.perf_counter() - self.dense_timed
         if self.on_gpu or len(self.dense_seconds) < 2 or waited > APART * self.dense_seconds[-1]:
             runs = 3 if self.on_gpu and not self.dense_seconds else 1  # graphs are captured in the second
@@ -183,7 +165,7 @@ class Bench:
             self.dense_timed = time.perf_counter()
 
     def part(self, number: int) -> tuple[list[Any], list[int]]:
-        """The prompts and seeds of a batch."""
+        """Returns the prompts and seeds of a batch."""
         numbers = range(number * self.batch, (number + 1) * self.batch)
         return [self.prompts[i] for i in numbers], [self.seed + i for i in numbers]
 

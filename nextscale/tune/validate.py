@@ -1,31 +1,27 @@
-"""The proof: the winners and plain skipping on prompts that the search has not seen, in turns with dense generation, as a profile."""
+"""Validation: the winners and plain skipping on prompts that the search has not seen, in turns with dense generation, as a profile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import NextscaleError
-from ..eval.judges import Judges
-from ..eval.methods import DENSE
-from ..eval.quality import evaluate
+from ..eval.compare import Distance, OnProgress, compare
 from ..eval.results import Row, version
 from ..methods.registry import resolve_method
-from ..offline.prompts import EvalPrompt
 from ..pipeline import Pipeline
 from ..profiles import Interval, Point, Profile, fingerprint
 from ..stage import Schedule
 from .frontier import frontier
-from .trials import Distance
 
 EQUAL = 99.0  # dB, where all images are those of dense generation
 SKIPPED = 3  # numbers of last stages that plain skipping leaves out
 
 
-def prove(
+def validate(
     pipeline: Pipeline,
     winners: Sequence[str],
-    prompts: Sequence[EvalPrompt],
+    prompts: Sequence[Any],
     lpips: Distance,
     *,
     schedule: Schedule,
@@ -33,22 +29,21 @@ def prove(
     seed: int,
     searched: int,
     source: str,
-    on_progress: Callable[[str, float], None] | None = None,
+    on_progress: OnProgress,
 ) -> Profile:
-    """What the winners save and cost. Those that lose their place at the frontier to another, or to plain skipping, are left out."""
+    """Returns a profile of the winners. Those that lose their place at the frontier to another, or to plain skipping, are left out."""
     skipping = [f"skip:last={last}" for last in range(1, min(SKIPPED, len(schedule) - 1) + 1)]
-    methods = {text: resolve_method(text) for text in dict.fromkeys((DENSE, *skipping, *winners))}
-    found = evaluate(pipeline, methods, prompts, Judges(lpips), size=schedule, seed=seed, batch=batch, on_progress=on_progress)
-    rows = {row["method"]: row for row in found.rows}
-    points = {text: point_of(text, row) for text, row in rows.items() if text != DENSE and "error" not in row}
-    faster = [point for point in points.values() if point.speedup.value > 1]
-    best = frontier(faster, lambda point: (point.speedup.value, point.lpips.value))
+    methods = {text: resolve_method(text) for text in dict.fromkeys((*skipping, *winners))}
+    found = compare(pipeline, methods, prompts, lpips, schedule=schedule, seed=seed, batch=batch, on_progress=on_progress)
+    dense, *rows = found.rows
+    points = {row["method"]: point_of(row) for row in rows if "error" not in row}
+    best = frontier([point for point in points.values() if point.speedup.value > 1], lambda point: (point.speedup.value, point.lpips.value))
     if not best:
+        failures = "; ".join(f"{row['method']}: {row['error']}" for row in rows if "error" in row)
         raise NextscaleError(
-            f"nothing that was searched is faster than dense generation here: {failures(rows) or 'all of it is as slow'}."
-            " Give more --minutes, a larger --batch or --size, or other --prompts"
+            f"no candidate is faster than dense generation here ({failures or 'all run, none is faster'}). Pass more --minutes, a larger"
+            " --batch or --size, or other --prompts."
         )
-    dense = rows[DENSE]
     return Profile(
         model=pipeline.name,
         family=pipeline.model.family,
@@ -57,7 +52,7 @@ def prove(
         grids=tuple(stage.size for stage in schedule),
         batch=dense["batch"],
         dtype=dense["dtype"],
-        engine="graphs" if dense["engine"] == "graphs" else "eager",  # both where graphs had to leave for lack of memory in between
+        engine="graphs" if dense["engine"] == "graphs" else "eager",  # both ran if graphs had to leave for lack of memory
         device=pipeline.model.device.type,
         hardware=dense["hardware"],
         torch=dense["torch"],
@@ -72,17 +67,13 @@ def prove(
     )
 
 
-def point_of(text: str, row: Row) -> Point:
+def point_of(row: Row) -> Point:
     speedup, lpips = row["speedup"], row["lpips"]
     return Point(
-        text,
+        row["method"],
         Interval(speedup["median"], speedup["p20"], speedup["p80"]),
         Interval(lpips["value"], lpips["low"], lpips["high"]),
         EQUAL if row["psnr"] is None else row["psnr"]["value"],
         row["ms_per_image"]["median"],
         row["cost_share"],
     )
-
-
-def failures(rows: Mapping[str, dict[str, Any]]) -> str:
-    return "; ".join(f"{text}: {row['error']}" for text, row in rows.items() if "error" in row)

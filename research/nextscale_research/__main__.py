@@ -3,6 +3,7 @@
 from . import sensitivity_figure  # noqa: F401 - registers its command
 from .observe import command as observe_command  # noqa: F401
 from .program import app
+from .quality import command as quality_command  # noqa: F401
 from .suites import command as suites_command  # noqa: F401
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from nextscale.methods.registry import METHODS, resolve_method
 from nextscale.methods.skip import SkipStages
 from nextscale.methods.sparsevar import SparseVAR
 from nextscale.tune.candidate import Candidate
-from nextscale.tune.ladders import LADDERS
 from nextscale.tune.log import Foresight, TrialLog
+from nextscale.tune.space import LADDERS
 from nextscale.tune.trials import Trial
 
 Line = list[tuple[float, float]]

@@ -372,16 +372,16 @@ def test_a_model_s_name_alone_is_no_prompt(published_models: None, words: tuple[
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("command", ["plan", "demo", "quality", "bench"])
+@pytest.mark.parametrize("command", ["plan", "compare", "tune", "bench"])
 def test_a_model_s_name_without_its_option_is_refused_with_the_option(published_models: None, command: str) -> None:
     assert "choose the model with -m infinity-2b (see nextscale" in fail(command, "infinity-2b")
     assert "choose the model" not in fail(command, "infinity")
 
 
-@pytest.mark.parametrize("command", ["generate", "demo", "plan", "quality", "bench", "convert"])
+@pytest.mark.parametrize("command", ["generate", "compare", "plan", "bench", "convert"])
 @pytest.mark.parametrize("option", ["-m", "--model"])
 def test_unknown_models_are_refused_with_close_names(published_models: None, command: str, option: str, tmp_path: Path) -> None:
-    more = {"convert": ("a.pth", "b.safetensors"), "quality": ("--prompts", "absent.txt")}.get(command, ())
+    more = {"convert": ("a.pth", "b.safetensors")}.get(command, ())
     assert "unknown model 'infinty-2b'; did you mean infinity-2b" in fail(command, option, "infinty-2b", *more)
     assert "Known models: nano, " in fail(command, option, "nosuchmodel", *more)
     assert names(tmp_path) == []
@@ -619,7 +619,7 @@ def test_warmup_without_a_gpu_is_refused_before_anything_is_loaded(loaded: list[
     [
         (("tiny-vax", 3), "did you mean tiny-var"),
         (("tiny-var",), "no prompt"),
-        (("tiny-var", "cat"), "class 'cat': this model takes whole numbers from 0 to 9"),
+        (("tiny-var", "cat"), "class must be an int from 0 to 9, or -1 for no class; got 'cat'"),
         (("tiny-var", "1.5"), "class '1.5'"),
         (("tiny-var", ""), "class ''"),
         (("tiny-var", 11), "class 11"),
@@ -657,7 +657,7 @@ def test_warmup_without_a_gpu_is_refused_before_anything_is_loaded(loaded: list[
         (("tiny-var", 3, "--top-p", 2), "top_p"),
         (("tiny-var", 3, "--sampling", "greedy,smooth"), "choose one"),
         (("tiny-flexvar", 3, "--sampling", "smooth"), "does not support it"),
-        (("tiny-var", 3, "--device", "gpu"), "choose cpu, cuda or cuda:N"),
+        (("tiny-var", 3, "--device", "gpu"), "choose cpu, cuda"),
         (("tiny-var", 3, "--dtype", "int8"), "--dtype"),
         (("tiny-var", 3, "-n", 0), "-n"),
         (("tiny-var", 3, "--batch", 0), "--batch"),
@@ -720,7 +720,7 @@ def test_an_absent_gpu_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_output_folder_that_is_a_file() -> None:
     Path("out").write_text("mine")
-    assert "cannot write into out" in fail("generate", "-m", "tiny-var", 3)
+    assert "it is a file" in fail("generate", "-m", "tiny-var", 3)
     Path("image.png").mkdir()
     assert "a folder has that name" in fail("generate", "-m", "tiny-var", 3, "--out", "image.png", "--force")
 
@@ -804,7 +804,7 @@ def test_conversion_names_the_model_that_a_file_belongs_to(part: str, file: str,
 
 def test_conversion_of_no_file_or_to_no_folder(published_files: Path) -> None:
     assert "absent.pth is not an existing file" in fail("convert", "-m", "tiny-var", "absent.pth", "model.safetensors")
-    assert "does not exist" in fail("convert", "-m", "tiny-var", published_files / "tiny-var.pth", "absent/model.safetensors")
+    assert "absent/model.safetensors" in fail("convert", "-m", "tiny-var", published_files / "tiny-var.pth", "absent/model.safetensors")
     assert "did you mean" in fail("convert", "-m", "tiny-vax", published_files / "tiny-var.pth", "model.safetensors")
 
 
@@ -848,7 +848,7 @@ def test_models_fit_the_terminal(columns: str, published_models: None, published
     assert str(published_files) in result.stdout
 
 
-@pytest.mark.parametrize("command", ["demo", "generate", "plan", "models", "convert"])
+@pytest.mark.parametrize("command", ["compare", "tune", "calibrate", "evaluate", "generate", "plan", "models", "convert"])
 def test_help_of_every_command(command: str) -> None:
     assert command in succeed("--help").stdout
     assert command in succeed().stdout
@@ -991,7 +991,6 @@ def test_in_a_checkout_files_go_elsewhere(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(names("here")) == 1
 
 
-@pytest.mark.xfail(reason="some commands still import torch at the top")
 def test_help_and_wrong_options_do_not_import_torch() -> None:
     program = (
         "import sys\nfrom nextscale.cli import app\n"

@@ -13,10 +13,10 @@ from benchmarks.results import RESULTS
 from benchmarks.speed_tables import SUMMARY_METHODS, pictured_row, stages_svg
 from benchmarks.tables import FRONTIER, PICTURE, PROJECT, README, TUNED, judged_runs, page_tables
 from nextscale import MODELS
-from nextscale.eval.frontier import frontier_svg
 from nextscale.eval.results import read_rows
 from nextscale.methods import method_names
 from nextscale.profiles import Profile
+from nextscale_research.quality.frontier import frontier_svg
 
 PAGES = [
     README,

@@ -11,12 +11,15 @@ import torch
 
 from nextscale import FastVAR, Method, Pipeline, Schedule, SparseVAR, StageVAR, ToMe
 from nextscale.errors import OutOfMemory
-from nextscale.eval import Agreement, Judges, chosen_methods, evaluate
 from nextscale.loading.load import random_pipeline
 from nextscale.metrics.pixels import psnr, ssim
 from nextscale_research.observe import Sample, observe, to_json, verdicts
-from tests.eval import test_quality as quality
+from nextscale_research.quality.agreement import Agreement
+from nextscale_research.quality.judge import SetJudge, judge
+from nextscale_research.quality.lists import chosen_methods
+from tests.eval import test_compare as comparing
 from tests.helpers.tiny import FAMILIES, SPECS, one_prompt, prompts, schedule_of
+from tests.research import test_quality as quality
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -114,20 +117,23 @@ def test_distances_of_smooth_images_are_those_of_the_cpu() -> None:
         assert torch.allclose(measure(ramp.cuda(), near.cuda()).cpu(), measure(ramp, near), rtol=1e-4)
 
 
-def test_quality_is_judged_on_a_gpu() -> None:
-    on_cpu = quality.judges()
+def test_methods_are_compared_on_a_gpu() -> None:
+    on_cpu = quality.set_judge()
     assert on_cpu.agreement is not None
     probes = {name: probe.to("cuda") for name, probe in on_cpu.agreement.probes.items()}
-    judges = Judges(copy.deepcopy(on_cpu.lpips).cuda(), quality.MeanColours().cuda(), Agreement(probes, on_cpu.agreement.real))
-    pipe = random_pipeline(quality.spec(), device="cuda", dtype=torch.bfloat16)
-    methods = {**chosen_methods(["skip:last=1", "sparsevar:tau=0.6", "fastvar", "tome"], 5, 3), "odd": quality.Failing()}
+    sets = SetJudge(quality.MeanColours().cuda(), Agreement(probes, on_cpu.agreement.real))
+    pipe = random_pipeline(comparing.spec(), device="cuda", dtype=torch.bfloat16)
+    methods = {**chosen_methods(["skip:last=1", "sparsevar:tau=0.6", "fastvar", "tome"], 5, 3), "odd": comparing.Failing()}
+    distance = copy.deepcopy(comparing.lpips()).cuda()
     with quality.few_images_suffice():
-        dense, *others, odd = evaluate(pipe, methods, quality.PROMPTS, judges, batch=2).rows
-    assert dense["speedup"]["median"] == 1 and dense["peak_gb"] >= 0 and "style" in dense
+        found = judge(pipe, methods, quality.PROMPTS, distance, sets, schedule=comparing.SCHEDULE, batch=2, masks=True)
+    dense, *others, odd = found.rows
+    assert dense["speedup"]["median"] == 1 and "style" in dense
     assert [row["engine"] for row in (dense, *others)] == ["graphs"] * 5, "captured in the warm-up"
     assert all(row["speedup"]["median"] > 0 and "frechet_dense" in row for row in others)
     assert "does not work here" in odd["error"]
-    json.dumps([dense, *others, odd], allow_nan=False)
+    assert all(len(result.masks[0]) == 5 for result in found.results.values() if result.error is None)
+    json.dumps(found.rows, allow_nan=False)
 
 
 def test_a_model_is_observed_on_a_gpu() -> None:

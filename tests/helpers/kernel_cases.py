@@ -37,7 +37,7 @@ def triton_interpreter() -> ModuleType:
             theirs = [name for name in sys.modules if name.partition(".")[0] == "triton" and not name.startswith("triton._C")]
             for name in own + theirs:
                 del sys.modules[name]
-            for name in kernels.FILES:
+            for name in [one for names in kernels.FILES.values() for one in names]:
                 vars(kernels).pop(name, None)  # what was used before
         for module in iter_modules(kernels.__path__, "nextscale.kernels."):
             import_module(module.name)

@@ -177,10 +177,13 @@ def by_torch_fidelity(folder: Path, given: dict[str, Tensor]) -> dict[str, Any]:
         cache=False,
         verbose=False,
     )
-    from nextscale.eval.folders import EvaluationSetup, ImageFolder, evaluate_folder
+    from nextscale.eval.folders import ImageFolder
+    from nextscale_research.metrics.judges import NetworkJudge
+    from nextscale_research.metrics.networks import inception
 
-    judged = EvaluationSetup(torch.device("cpu"), weights, ["inception"], real=ImageFolder(folder / "real"), resamples=0, batch=8)
-    row = evaluate_folder(ImageFolder(folder / "ours"), judged)
+    device = torch.device("cpu")
+    judge = NetworkJudge(inception(weights, device), ImageFolder(folder / "real"), device)
+    row = judge.row(ImageFolder(folder / "ours"), lambda images: None)
     both = {"theirs": {name: float(value) for name, value in found.items()}, "ours": {name: row[name]["value"] for name in INCEPTION_ROW}}
     return values | {"whole": both}
 

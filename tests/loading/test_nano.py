@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import nextscale
 from nextscale.assets import EMBEDDED
 from nextscale.checkpoints import published_tensors
-from nextscale.cli.demo import PROMPTS
+from nextscale.cli.compare import PROMPTS
 from nextscale.errors import CheckpointError, SizeError, WeightsMismatch
 from nextscale.loading import presets
 from nextscale.loading.load import fill_random
@@ -128,7 +128,7 @@ def test_a_missing_file_is_named(file: str, tmp_path: Path, bundle: Path, monkey
     for other in set(FILES) - {file}:
         (tmp_path / "nano" / other).symlink_to(bundle / other)
     monkeypatch.setattr(presets, "EMBEDDED", tmp_path)
-    with pytest.raises(CheckpointError, match=f"nano/{file} comes with the package, but it is not there"):
+    with pytest.raises(CheckpointError, match=f"nano/{file} is absent. Install nextscale"):
         nextscale.load("nano", device="cpu").reader.read("a red apple")
 
 
@@ -164,7 +164,7 @@ def test_a_prompt_that_is_refused_leaves_nothing_behind(random_nano: Path, tmp_p
 
 def test_words_that_are_not_there_are_asked_for(bundle: Path) -> None:
     files = {"weights": bundle / FILES[0], "tokenizer": bundle / FILES[1]}
-    with pytest.raises(CheckpointError, match=r"nothing/there is not there; pass the words.safetensors"):
+    with pytest.raises(CheckpointError, match=r"nothing/there is not an existing file or folder"):
         nextscale.load("nano", **files, text_encoder="nothing/there", device="cpu").reader.read("a red apple")
 
 

@@ -94,7 +94,7 @@ def column(*rows: Sequence[float]) -> Tensor:
 
 
 def thinned(ratio: float, **options: Any) -> PrunedBlocks:
-    return PrunedBlocks(range(1), "toy", ratio, **options)
+    return PrunedBlocks(range(1), ratio, **options)
 
 
 def test_tokens_far_from_the_mean_are_run_and_the_others_take_what_was_kept() -> None:
@@ -129,7 +129,7 @@ def test_layers_keep_their_own_outputs() -> None:
 def test_the_stage_whose_outputs_are_kept_runs_as_ever() -> None:
     block = ToyBlock((10.0, 2.0))
     ctx = SimpleNamespace(memory=StageMemory(), computed=None)
-    out = CachedBlocks(range(1))([block], column([1, 2, 3]), Tokens(COLUMNS), ctx)
+    out = CachedBlocks(range(1), 1)([block], column([1, 2, 3]), Tokens(COLUMNS), ctx)
     assert out.flatten().tolist() == [33, 66, 99]
     same = Stage(4, 1, 3, 9, False)
     assert ctx.memory.fill(("fastvar", 0, 0), Tokens(same)).flatten().tolist() == [10, 20, 30]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner, Result
 
 from nextscale import (
     CoDe,
@@ -29,14 +27,11 @@ from nextscale import (
     ToMe,
 )
 from nextscale.cache import AttentionCall, CacheSpec, CacheView, Workspace
-from nextscale.cli import app
-from nextscale.cli.old_options import ModelOptions
 from nextscale.engine import captures
 from nextscale.engine.executor import Engine
 from nextscale.errors import SettingError, SizeError
 from nextscale.eval.calibrate_scalekv import measure_roles
 from nextscale.eval.calibrate_skipvar import fit, logistic_regression, measure, most_within
-from nextscale.loading import presets
 from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import ModelSpec, build_model, model_spec
 from nextscale.methods import DENSE, resolve_method, skipvar
@@ -706,39 +701,6 @@ def test_drafters_are_the_layers_that_lose_most() -> None:
     assert measure_roles(pipe, given, WIDE, ScaleKV(share=1.0)).lost == (0.0,) * 3  # the last stage leaves nothing to drop
 
 
-@pytest.fixture
-def fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """Runs `nextscale fit` on a tiny model."""
-    monkeypatch.setitem(presets.MODELS, "tiny", replace(tiny.SPECS["flexvar"], name="tiny"))
-    monkeypatch.setattr(ModelOptions, "load", lambda self: tiny.shared_pipeline("flexvar"))
-    monkeypatch.chdir(tmp_path)
-    shared = ["-m", "tiny", "--sides", "1,2,4,8,12,14", "--batch", "2"]
-    return lambda method, *settings: CliRunner(env={"COLUMNS": "300"}).invoke(app, ["fit", method, *shared, *settings])
-
-
-def test_one_command_fits_decisions(fitted: Callable[..., Result], tmp_path: Path) -> None:
-    done = fitted("skipvar", "--similarity", "0.9", "--out", "models.json", "1", "2", "3")
-    assert done.exit_code == 0 and "--method skipvar:models=models.json" in done.output
-    content = json.loads((tmp_path / "models.json").read_text())
-    assert (content["model"], content["images"], content["similarity"]) == ("tiny", 3, 0.9)
-    generated("flexvar", [1], seed=1, size=WIDE, method="skipvar:models=models.json")
-    assert "--force" in fitted("skipvar", "--out", "models.json", "1").output
-
-
-def test_a_similarity_that_none_has_is_refused_before_anything_runs(
-    fitted: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ModelOptions, "load", lambda self: pytest.fail("the model was loaded"))
-    done = fitted("skipvar", "--similarity", "0", "1")
-    assert done.exit_code == 2 and "above 0" in done.output and not list(tmp_path.iterdir())
-
-
-def test_one_command_finds_drafters(fitted: Callable[..., Result]) -> None:
-    done = fitted("scalekv", "--share", "0.3", "1", "2")
-    assert done.exit_code == 0 and done.output.count("loses") == 3 and done.output.count("drafter\n") == 1
-    assert re.search(r"--method 'scalekv:drafters=\[\d\],share=0.3'", done.output)
-
-
 # --- CoDe
 
 
@@ -941,7 +903,7 @@ def test_windows_are_ranked_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nextscale_research.methods.sparsevit.run_in_order", lambda blocks, x, tokens, ctx: x + 1)
     x, ctx = grid.view(1, 16, 1) * torch.tensor([1.0, -1.0]), SimpleNamespace(computed=None)
     for ratio, ran in ((0.5, [0, 1, 4, 5, 10, 11, 14, 15]), (0.75, [10, 11, 14, 15])):
-        changed = ActiveBlocks(range(2), "sparsevit", ratio, 2)((), x, tokens, ctx) - x  # type: ignore[arg-type]
+        changed = ActiveBlocks(range(2), ratio, 2)((), x, tokens, ctx) - x  # type: ignore[arg-type]
         assert changed[0, :, 0].nonzero().flatten().tolist() == ran
 
 

@@ -228,7 +228,7 @@ class ToyBlock:
 def test_only_the_chosen_sublayers_run_on_merged_tokens(
     sublayers: tuple[Any, ...], with_text: list[int], without: list[int] | None
 ) -> None:
-    span = MergedBlocks(range(1), "toy", 0.5, sublayers, destinations=1)
+    span = MergedBlocks(range(1), 0.5, sublayers, destinations=1)
     for block, expected in ((ToyBlock(), with_text), (ToyBlock(has_text=False), without)):
         if expected is not None:
             span([block], torch.randn(2, 4, 3), Tokens(SQUARE), SimpleNamespace(computed=None))
@@ -238,14 +238,14 @@ def test_only_the_chosen_sublayers_run_on_merged_tokens(
 
 def test_nothing_is_read_back_from_the_device() -> None:
     tokens = Tokens(SQUARE, torch.tensor([[0, 1, 2, 3], [0, 3, 3, 3]]), torch.tensor([4, 2]))
-    span = MergedBlocks(range(1), "toy", 0.5, ("attention",), destinations=1)
+    span = MergedBlocks(range(1), 0.5, ("attention",), destinations=1)
     with NoReads():
         span([ToyBlock()], torch.randn(2, 4, 3), tokens, SimpleNamespace(computed=None))
 
 
 def test_the_macs_of_merging_are_counted() -> None:
     """Per block and row 4 tokens with 1 destination, in 3 channels: once to compare, once per sublayer for the means."""
-    assert MergedBlocks(range(2), "toy", 0.5, ("attention", "feed_forward"), destinations=1).own_macs(4, 3) == 2 * (1 + 2) * 4 * 1 * 3
+    assert MergedBlocks(range(2), 0.5, ("attention", "feed_forward"), destinations=1).own_macs(4, 3) == 2 * (1 + 2) * 4 * 1 * 3
 
 
 # --- settings

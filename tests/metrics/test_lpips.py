@@ -16,8 +16,8 @@ from torch import Tensor
 from nextscale.assets import EMBEDDED
 from nextscale.errors import SizeError
 from nextscale.metrics import Lpips
-from nextscale.metrics.files import VARIABLE
 from nextscale.metrics.lpips import SMALLEST_SIDE
+from nextscale_research.metrics.files import VARIABLE
 from tests.conftest import PROJECT
 
 PICTURES = Path(__file__).parents[1] / "data" / "lpips"  # Fluent Emoji, Copyright (c) Microsoft Corporation, MIT: the second is recoloured

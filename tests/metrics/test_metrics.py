@@ -14,9 +14,10 @@ from PIL import Image
 from nextscale.errors import CheckpointError, SettingError
 from nextscale.io import from_pil
 from nextscale.metrics import pixels
-from nextscale.metrics.efficientnet import EfficientNetLite0, central_crop
-from nextscale.metrics.frechet import Directions, frechet_distance
+from nextscale.metrics.intervals import mean_interval
 from nextscale.metrics.pixels import psnr, ssim
+from nextscale_research.metrics.efficientnet import EfficientNetLite0, central_crop
+from nextscale_research.metrics.frechet import Directions, frechet_distance
 from tests.conftest import PROJECT
 
 NETWORKS = PROJECT.parent / "shared" / "metrics"
@@ -144,3 +145,24 @@ def test_efficientnet_gives_the_stored_numbers() -> None:
         assert probabilities.max().item() == pytest.approx(case["top1_prob"], abs=0.02)
         framed = torch.nn.functional.pad(image, (16, 16, 16, 16))  # 256 pixels, of which the centre is looked at
         assert torch.allclose(network.features(framed), features, atol=1e-5)
+
+
+# --- intervals
+
+
+def test_intervals_cover_the_true_mean_about_as_often_as_they_say() -> None:
+    generator = torch.Generator().manual_seed(0)
+    covered = 0
+    for repeat in range(200):
+        found = mean_interval(torch.randn(60, generator=generator), resamples=300, seed=repeat)
+        covered += found.low <= 0 <= found.high
+    assert 180 <= covered <= 199
+
+
+def test_intervals_are_seeded() -> None:
+    values = torch.arange(20.0) ** 2
+    assert mean_interval(values, seed=1) == mean_interval(values, seed=1) != mean_interval(values, seed=2)
+    constant = mean_interval([0.25] * 4)
+    assert (constant.value, constant.low, constant.high) == (0.25, 0.25, 0.25)
+    with pytest.raises(SettingError, match="one or more images"):
+        mean_interval([])

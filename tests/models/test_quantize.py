@@ -20,9 +20,6 @@ from benchmarks.speed_tables import speed_tables
 from nextscale import FastVAR, Method, Pipeline, ScaleKV, SparseVAR, StageVAR, ToMe
 from nextscale import device as placement
 from nextscale.errors import SettingError
-from nextscale.eval.format_errors import generate_seen, plant_outliers, stage_errors
-from nextscale.eval.formats import OWN, Variant, compare_formats
-from nextscale.eval.results import CONDITIONS, comparable
 from nextscale.kernels.reference import E4M3_MAX, from_e4m3, to_e4m3
 from nextscale.loading.load import quantize_model, random_pipeline
 from nextscale.models.blocks import Block
@@ -30,10 +27,14 @@ from nextscale.models.quantization import FORMATS, PRODUCTS, Fp8Linear, Int8Line
 from nextscale.planning.cost import Workload
 from nextscale.planning.memory import weights_bytes
 from nextscale.profiles import fingerprint
+from nextscale_research.quality.format_errors import generate_seen, plant_outliers, stage_errors
+from nextscale_research.quality.formats import OWN, Variant, compare_formats
+from nextscale_research.quality.rows import CONDITIONS, comparable
 from tests.benchmarks import test_speed_tables as bench
-from tests.eval import test_quality as quality
+from tests.eval.test_compare import lpips, spec
 from tests.helpers import tiny
 from tests.helpers.cli import run_cli
+from tests.research import test_quality as quality
 from tests.test_pipeline import picked
 from tests.tokenizers.test_decode import LiveBytes
 
@@ -283,7 +284,7 @@ def test_formats_are_compared_at_the_same_seeds() -> None:
     variants = [Variant.parse("int8"), Variant.parse("fp8:feed_forward.fc2,text_attention.kv")]
     with quality.few_images_suffice():
         own, *others = compare_formats(
-            lambda: tiny.with_ranks(random_pipeline(quality.spec())), variants, quality.PROMPTS, quality.judges(), seed=3, batch=2
+            lambda: tiny.with_ranks(random_pipeline(spec())), variants, quality.PROMPTS, lpips(), quality.set_judge(), seed=3, batch=2
         )
     assert own["variant"] == OWN and own["quantize"] is None and "lpips" not in own
     assert [row["variant"] for row in others] == [variant.name for variant in variants]

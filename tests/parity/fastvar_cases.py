@@ -213,7 +213,7 @@ def cache_readings(blocks: Sequence[Block], schedule: Schedule, memory: StageMem
 
 def cached(memory: StageMemory, stage: Stage, block: Block, sublayer: int) -> Tensor:
     """The output of a sublayer at the stage whose outputs are remembered: [R, cells, C]."""
-    return memory.fill(memory_key(block, sublayer), Tokens(stage))
+    return memory.fill(memory_key(block.layer, sublayer), Tokens(stage))
 
 
 # --- HART
@@ -297,8 +297,8 @@ def compare_unit(expected: Expected, name: str) -> None:
     tokens = Tokens(square(x.shape[1]))
     sublayer, memory = StoredSublayer(keep, answers), StageMemory()
     block: Any = sublayer
-    memory.store(memory_key(block, 0), cache, Tokens(square(cache.shape[1])))
-    span = PrunedBlocks(range(1), "unit", (x.shape[1] - keep.shape[1] + 0.5) / x.shape[1])
+    memory.store(memory_key(0, 0), cache, Tokens(square(cache.shape[1])))
+    span = PrunedBlocks(range(1), (x.shape[1] - keep.shape[1] + 0.5) / x.shape[1])
     nothing: Any = None
     result = span([block], x, tokens, ForwardContext(x.shape[0], nothing, (), memory, "cond", nothing))
     expected.equal(f"{name}.keep", in_order_of(keep, sublayer.index))

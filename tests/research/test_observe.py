@@ -19,14 +19,12 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.cells import with_tables
 from benchmarks.observations import NOT_YET, NUMBERS, PAGE, blocks_of_page
-from nextscale.cli import app as nextscale_app
-from nextscale.cli import old_options as options
 from nextscale.errors import MissingExtra, SettingError
 from nextscale.eval.calibrate_ranks import energies
 from nextscale.eval.probe import FeatureProbe
 from nextscale.loading import presets
 from nextscale.methods.method import Method, Plans, StagePlan
-from nextscale.methods.stagevar_ranks import energy_ranks, read_rank_table
+from nextscale.methods.stagevar_ranks import energy_ranks
 from nextscale.models import NextScaleModel
 from nextscale.pipeline import Output, Pipeline
 from nextscale.stage import Schedule
@@ -428,7 +426,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
         assert name == spec.name
         return tiny.shared_pipeline("var")
 
-    monkeypatch.setattr(options, "load", load)
+    monkeypatch.setattr("nextscale.loading.load", load)
     monkeypatch.delenv("NEXTSCALE_METRICS", raising=False)
     monkeypatch.setenv("NEXTSCALE_HOME", "nowhere")
     return lambda *arguments: CliRunner().invoke(app, ["observe", *map(str, arguments)])
@@ -457,32 +455,6 @@ def test_the_command_writes_numbers_and_pictures(run: Callable[..., Result], tmp
     assert "--force" in refused.output
 
 
-def test_ranks_are_measured_by_a_command_of_two_words(run: Callable[..., Result], tmp_path: Path) -> None:
-    file = tmp_path / "own.json"
-    measure = ("-m", "tiny-var", 1, 2, "--alpha", 0.9, "--device", "cpu", "--out", file)
-
-    def ranks(*arguments: object) -> Result:
-        return CliRunner().invoke(nextscale_app, ["observe", "ranks", *map(str, arguments)])
-
-    result = ranks(*measure)
-    assert result.exit_code == 0, result.output
-    table = read_rank_table(file)
-    assert [(row.alpha, row.cells) for row in table.rows] == [(0.9, 9), (0.9, 16)] and table.belongs_to(tiny.shared_pipeline("var").model)
-    assert "alpha 0.9      16 cells: " in result.output and f"written to {file}" in result.output
-    for arguments, message in (
-        (measure, "--force"),
-        ((*measure, "--force", "--alpha", 1.5), "--alpha 1.5: give a number above 0 and up to 1"),
-        (("-m", "tiny-var", 1, "--out", tmp_path / "table.txt"), "give a name that ends in .json"),
-        (("-m", "tiny-var", 1), "weights of tiny-var: nothing at"),  # beside which it would be written
-        (("-m", "tiny-var", "nano"), "choose the model with -m nano"),
-        (("nano",), "no prompt"),
-        (("tiny-var", 1, "--out", file), "--force"),  # the model named first, as `tune` takes it
-    ):
-        refused = ranks(*arguments)
-        assert refused.exit_code == 2 and message in refused.output
-    assert [path.name for path in tmp_path.iterdir()] == ["own.json"]
-
-
 def test_without_matplotlib_the_numbers_are_written(run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = run("-m", "tiny-var", 1, 2, "--switches", 1, "--device", "cpu", "--out", tmp_path)
@@ -497,7 +469,7 @@ def test_without_matplotlib_the_numbers_are_written(run: Callable[..., Result], 
         (["-m", "tiny-var"], "no prompt"),
         (["-m", "tiny-var", "cat"], "class 'cat'"),
         (["-m", "tiny-var", "1", "--size", "99"], "no schedule generates 99x99"),
-        (["-m", "tiny-var", "1", "--metrics", "absent"], "add --details"),
+        (["-m", "tiny-var", "1", "--metrics", "absent"], "Add --details"),
         (["--plot", "absent.json"], "absent.json cannot be read"),
         (["--plot", "absent.json", "--seed", "3"], "leave out --seed"),
     ],

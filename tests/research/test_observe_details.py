@@ -14,7 +14,6 @@ from torch import Tensor
 from benchmarks.cells import with_tables
 from benchmarks.details import block_of
 from benchmarks.observations import FOLDER, PAGE
-from nextscale.eval.methods import LISTS, chosen_methods
 from nextscale.loading.load import random_pipeline
 from nextscale.methods import Method
 from nextscale.methods.registry import resolve_method
@@ -37,6 +36,7 @@ from nextscale_research.observe.details import (
 from nextscale_research.observe.distances import available_distances, boundary, stage_distances
 from nextscale_research.observe.measure import Sample
 from nextscale_research.observe.numbers import Curve
+from nextscale_research.quality.lists import LISTS, chosen_methods
 from tests.helpers import tiny
 
 SCHEDULE = tiny.INFINITY_SCHEDULE

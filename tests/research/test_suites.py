@@ -15,8 +15,9 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from nextscale.errors import NextscaleError, PromptError, SettingError
-from nextscale.eval.methods import DENSE, parse_methods
+from nextscale.eval.results import DENSE
 from nextscale.loading.presets import MODELS, build_model, model_spec
+from nextscale.methods.registry import resolve_method
 from nextscale.offline.manifest import Entry, sha256_of
 from nextscale.offline.prompts import SAFE_ID, SamplePrompt, read_sample_prompts
 from nextscale_research.__main__ import app
@@ -382,7 +383,7 @@ def test_every_run_of_the_papers_fits_its_model() -> None:
         with torch.device("meta"):
             model = build_model(spec.model)
         for method in methods:
-            parse_methods(method).forecast(model, spec.settings.schedules.choose((side, side), None))
+            resolve_method(method).forecast(model, spec.settings.schedules.choose((side, side), None))
     assert {name for name, _ in asked} <= {*MODELS}
 
 
@@ -455,7 +456,7 @@ def test_from_a_prompt_set_to_a_scorers_folder(tmp_path: Path) -> None:
     [
         (["suite", "none"], "must be one of"),
         (["suite", "geneval", "--export", "x"], "FOLDER is missing"),
-        (["paper-tables", "--results", "absent.jsonl"], "absent.jsonl cannot be read as results"),
+        (["paper-tables", "--results", "absent.jsonl"], "absent.jsonl must have one JSON object per line"),
     ],
 )
 def test_wrong_suites_are_refused(arguments: list[str], said: str) -> None:

@@ -18,7 +18,6 @@ from nextscale.errors import MissingExtra, PromptError, SettingError, TextEncode
 from nextscale.loading.load import prompt_reader
 from nextscale.loading.presets import model_spec
 from nextscale.text import RandomEncoder, T5Encoder, TextEncoder, with_positive_prompt
-from nextscale.text.files import EncoderSource
 
 transformers = pytest.importorskip("transformers")
 
@@ -255,12 +254,12 @@ def test_writing_into_the_result_leaves_the_cache_alone(saved_model: Path) -> No
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        ([""], "prompt 0 is ''"),
-        ([SHORT, " \n\t"], "prompt 1 is "),
-        ([SHORT, 3], "prompt 1 has type int"),
-        ([None], "prompt 0 has type NoneType"),
+        ([""], "prompt 0 must .*; got ''"),
+        ([SHORT, " \n\t"], "prompt 1 must"),
+        ([SHORT, 3], "prompt 1 must be a str; got int"),
+        ([None], "prompt 0 must be a str; got NoneType"),
         ([], "no prompt"),
-        (SHORT, r"write \[prompt\]"),
+        (SHORT, r"Write \[prompt\]"),
     ],
 )
 def test_prompts_refused(saved_model: Path, prompts: object, message: str) -> None:
@@ -368,7 +367,7 @@ def test_an_index_names_files_of_its_folder(name: object, message: str, tmp_path
         (folder / file).write_text("{}")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(TextEncoderUnavailable, match=message):
-        EncoderSource(folder, T5Encoder.files).open()
+        T5Encoder.files.open(folder)
 
 
 @pytest.mark.parametrize("damaged", ["config.json", "tokenizer.json", "model.safetensors"])
@@ -462,7 +461,7 @@ def test_hub_repository_without_safetensors(folder: Path, monkeypatch: pytest.Mo
 
 def test_what_cannot_be_offloaded_is_refused() -> None:
     spec = model_spec("infinity-2b")
-    with pytest.raises(SettingError, match="give your own one offload=True"):
+    with pytest.raises(SettingError, match="offload=True"):
         prompt_reader(spec, RandomEncoder(2048), torch.device("cpu"), offload=True)
     with pytest.raises(SettingError, match="leave out offload_text"):
         prompt_reader(model_spec("nano"), None, torch.device("cpu"), offload=True)

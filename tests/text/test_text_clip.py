@@ -190,7 +190,7 @@ def test_empty_text_is_encoded_once_and_stays_no_prompt(saved_model: Path) -> No
     first, second = encoder.empty(), encoder.empty()
     assert batches == [1]
     assert torch.equal(first.rows[0], second.rows[0])
-    with pytest.raises(PromptError, match="prompt 0 is ''"):
+    with pytest.raises(PromptError, match="prompt 0 must .*; got ''"):
         encoder([""])
 
 
@@ -216,7 +216,7 @@ def test_shorter_maximum_of_the_tokenizer(folder: Path) -> None:
 
 def test_other_model_types_are_refused(folder: Path) -> None:
     edit_config(folder, model_type="t5")
-    with pytest.raises(TextEncoderUnavailable, match=r"has model_type 't5' .* expected 'clip_text_model'\. Fetch "):
+    with pytest.raises(TextEncoderUnavailable, match=r"must have model_type 'clip_text_model' .*; got 't5'\. Fetch "):
         ClipEncoder(folder)
 
 

@@ -157,7 +157,7 @@ def test_channels_and_to(kind: Kind, saved_model: Path) -> None:
 
 @pytest.mark.parametrize(
     ("prompts", "message"),
-    [([SHORT, " \n"], "prompt 1 is "), ([3], "prompt 0 has type int"), ([], "no prompt"), (SHORT, r"write \[prompt\]")],
+    [([SHORT, " \n"], "prompt 1 must"), ([3], "prompt 0 must be a str; got int"), ([], "no prompt"), (SHORT, r"Write \[prompt\]")],
 )
 def test_prompts_refused(kind: Kind, saved_model: Path, prompts: object, message: str) -> None:
     with pytest.raises(PromptError, match=message):

@@ -34,12 +34,12 @@ def test_features_of_every_accepted_shape() -> None:
         (torch.zeros(2, 0, 8), r"\[0, 8\]"),
         ([], "no prompt"),
         ([torch.zeros(2, 3, 8)], r"\[2, 3, 8\]"),
-        ([torch.zeros(3, 8), torch.zeros(3, 9)], r"\[8, 9\] channels"),
-        ([torch.zeros(3, 8), torch.full((1, 8), float("nan"))], "prompt 1 contain NaN"),
-        (torch.full((1, 8), float("inf")), "prompt 0 contain NaN or infinity"),
-        ([[0.0, 1.0]], "have type list"),
-        ("a cat", "have type str"),
-        (7, "have type int"),
+        ([torch.zeros(3, 8), torch.zeros(3, 9)], r"channels; got \[8, 9\]"),
+        ([torch.zeros(3, 8), torch.full((1, 8), float("nan"))], "prompt 1 must be finite"),
+        (torch.full((1, 8), float("inf")), "prompt 0 must be finite"),
+        ([[0.0, 1.0]], "got list"),
+        ("a cat", "got str"),
+        (7, "got int"),
     ],
 )
 def test_features_refuse(value: object, message: str) -> None:
@@ -63,7 +63,7 @@ def test_repeat_is_for_one_prompt() -> None:
     repeated = one.repeat(4)
     assert repeated.lengths == (3, 3, 3, 3)
     assert all(torch.equal(row, one.rows[0]) for row in repeated.rows)
-    with pytest.raises(PromptError, match="repeat 4 prompts"):
+    with pytest.raises(PromptError, match="got 4 prompts"):
         repeated.repeat(2)
     with pytest.raises(PromptError, match="0 times"):
         one.repeat(0)
@@ -108,12 +108,12 @@ def test_lengths_and_compact_count_padding() -> None:
 @pytest.mark.parametrize(
     ("pooled", "message"),
     [
-        ([[0.0]], "pooled text features have type list"),
-        (torch.zeros(5), r"shape \[5\]; expected \[2, channels\]"),
-        (torch.zeros(3, 5), r"shape \[3, 5\]; expected \[2, channels\]"),
-        (torch.zeros(2, 0), r"shape \[2, 0\]"),
+        ([[0.0]], "pooled text features must .*; got list"),
+        (torch.zeros(5), r"\[2, channels\] tensor; got torch.float32 \[5\]"),
+        (torch.zeros(3, 5), r"got torch.float32 \[3, 5\]"),
+        (torch.zeros(2, 0), r"got torch.float32 \[2, 0\]"),
         (torch.zeros(2, 5, dtype=torch.int32), "int32"),
-        (torch.tensor([[1.0], [float("nan")]]), "pooled text features contain NaN"),
+        (torch.tensor([[1.0], [float("nan")]]), "pooled text features must be finite"),
     ],
 )
 def test_pooled_refused(pooled: object, message: str) -> None:
@@ -124,12 +124,12 @@ def test_pooled_refused(pooled: object, message: str) -> None:
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
-        ([[True]], "mask has type list"),
-        (torch.ones(2, 3, dtype=torch.int64), "mask is torch.int64; expected torch.bool"),
-        (torch.ones(2, 4, dtype=torch.bool), r"shape \[2, 4\]; expected \[2, 3\]"),
-        (torch.ones(1, 3, dtype=torch.bool), r"shape \[1, 3\]; expected \[2, 3\]"),
-        (torch.ones(3, dtype=torch.bool), r"shape \[3\]; expected \[2, 3\]"),
-        (torch.tensor([[True, False, False], [False, False, False]]), "prompt 1 is False everywhere"),
+        ([[True]], "mask must .*; got list"),
+        (torch.ones(2, 3, dtype=torch.int64), "mask must be a torch.bool tensor .*; got torch.int64"),
+        (torch.ones(2, 4, dtype=torch.bool), r"\[2, 3\].*; got torch.bool \[2, 4\]"),
+        (torch.ones(1, 3, dtype=torch.bool), r"got torch.bool \[1, 3\]"),
+        (torch.ones(3, dtype=torch.bool), r"got torch.bool \[3\]"),
+        (torch.tensor([[True, False, False], [False, False, False]]), "mask must .*prompt 1"),
     ],
 )
 def test_mask_refused(mask: object, message: str) -> None:
@@ -138,7 +138,7 @@ def test_mask_refused(mask: object, message: str) -> None:
 
 
 def test_mask_needs_rows_of_one_length() -> None:
-    with pytest.raises(PromptError, match=r"have \[3, 4\] tokens"):
+    with pytest.raises(PromptError, match=r"as many tokens; got \[3, 4\]"):
         TextFeatures((torch.zeros(3, 8), torch.zeros(4, 8)), mask=torch.ones(2, 4, dtype=torch.bool))
 
 
@@ -163,11 +163,14 @@ def test_joined_prompts_are_the_request_again(features: TextFeatures) -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (TextFeatures((torch.zeros(4, 8),), mask=torch.ones(1, 4, dtype=torch.bool)), "1 of 2 text features have `pooled`"),
-        (TextFeatures((torch.zeros(4, 8),), torch.zeros(1, 5)), "1 of 2 text features have `mask`"),
-        (TextFeatures((torch.zeros(4, 8),), torch.zeros(1, 6), torch.ones(1, 4, dtype=torch.bool)), r"`pooled` of sizes \[5, 6\]"),
-        (TextFeatures((torch.zeros(3, 8),), torch.zeros(1, 5), torch.ones(1, 3, dtype=torch.bool)), r"`mask` of sizes \[3, 4\]"),
-        (TextFeatures((torch.zeros(4, 9),), torch.zeros(1, 5), torch.ones(1, 4, dtype=torch.bool)), r"\[8, 9\] channels"),
+        (TextFeatures((torch.zeros(4, 8),), mask=torch.ones(1, 4, dtype=torch.bool)), "`pooled` .* got 1 of 2"),
+        (TextFeatures((torch.zeros(4, 8),), torch.zeros(1, 5)), "`mask` .* got 1 of 2"),
+        (TextFeatures((torch.zeros(4, 8),), torch.zeros(1, 6), torch.ones(1, 4, dtype=torch.bool)), r"`pooled` .*sizes \[5, 6\]"),
+        (TextFeatures((torch.zeros(3, 8),), torch.zeros(1, 5), torch.ones(1, 3, dtype=torch.bool)), r"`mask` .*sizes \[3, 4\]"),
+        (
+            TextFeatures((torch.zeros(4, 9),), torch.zeros(1, 5), torch.ones(1, 4, dtype=torch.bool)),
+            r"channels; got \[8, 9\]",
+        ),
     ],
 )
 def test_features_of_different_encoders_do_not_join(other: TextFeatures, message: str) -> None:

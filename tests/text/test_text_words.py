@@ -144,7 +144,7 @@ def test_long_and_empty_prompts_are_refused() -> None:
 
 def test_gradients_reach_the_layers_but_not_the_vectors() -> None:
     encoder = tiny_encoder()
-    features = encoder.encode(*encoder.tokenise(PROMPTS))
+    features = encoder.encode(*encoder.tokenize(PROMPTS))
     torch.cat([row.square() for row in features.rows]).mul(torch.linspace(0, 1, CHANNELS)).sum().backward()
     assert "vectors" not in dict(encoder.model.named_parameters())
     assert not encoder.model.vectors.requires_grad
@@ -189,19 +189,22 @@ def as_bytes(text: str) -> Tensor:
     [
         ({"vocabulary": None}, "no 'vocabulary'"),
         ({"vocabulary": torch.zeros(3)}, "torch.float32 \\[3\\], not a row of bytes"),
-        ({"vocabulary": as_bytes("\n".join(ENTRIES[1:]))}, f"vocabulary has {len(ENTRIES) - 1} entries, its vectors {len(ENTRIES)}"),
+        (
+            {"vocabulary": as_bytes("\n".join(ENTRIES[1:]))},
+            f"vocabulary of {len(ENTRIES) - 1} entries and a word encoder for {len(ENTRIES)}",
+        ),
         ({"vocabulary": torch.tensor([255], dtype=torch.uint8)}, "utf-8"),
         ({"config": as_bytes("{")}, "Expecting"),
-        ({"config": as_bytes("[1]")}, "mapping"),
+        ({"config": as_bytes("[1]")}, "config must be WordEncoderConfig"),
         ({"config": as_bytes("[" * 10**5)}, "recursion"),
-        ({"config": as_bytes(json.dumps({"words": len(ENTRIES), "longest": True}))}, "longest of a word encoder is True"),
+        ({"config": as_bytes(json.dumps({"words": len(ENTRIES), "longest": True}))}, "config.longest must be int; got True"),
         ({"config": as_bytes(json.dumps({"words": 3, "colour": 1}))}, "colour"),
         ({"config": as_bytes(json.dumps({"words": len(ENTRIES), "layers": 10**9}))}, "too few or too small"),
         ({"config": as_bytes(json.dumps({"words": len(ENTRIES), "width": 3 * 10**9}))}, "too few or too small"),
-        ({"begin": None}, "missing \\(1\\): begin"),
-        ({"begin": torch.zeros(5)}, "begin \\(file \\[5\\], expected \\[192\\]\\)"),
+        ({"begin": None}, "Missing key.*begin"),
+        ({"begin": torch.zeros(5)}, r"begin: .*\[5\].*\[192\]"),
         ({"begin": torch.full((192,), torch.nan)}, "NaN or infinity in begin"),
-        ({"more": torch.zeros(5)}, "unexpected \\(1\\): more"),
+        ({"more": torch.zeros(5)}, "Unexpected key.*more"),
     ],
 )
 def test_files_that_do_not_hold_together_are_refused(tmp_path: Path, changes: dict[str, Tensor | None], message: str) -> None:

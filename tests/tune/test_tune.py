@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,20 +16,18 @@ from torch import Tensor
 from nextscale.errors import NextscaleError
 from nextscale.methods import SkipStages, resolve_method
 from nextscale.methods.method import Method
-from nextscale.offline.prompts import EvalPrompt
 from nextscale.profiles import Profile
 from nextscale.report import Report
 from nextscale.tune.candidate import Candidate
 from nextscale.tune.foresight import block_groups, captured, foresight
 from nextscale.tune.frontier import frontier, gaps, near_frontier, thinned
-from nextscale.tune.ladders import LADDERS, ladders, probed
 from nextscale.tune.log import TrialLog
 from nextscale.tune.predict import Predictor, fitted, interpolated
 from nextscale.tune.prompts import own_prompts
 from nextscale.tune.search import Search, behind
-from nextscale.tune.space import SHARES, Space, adjacent
+from nextscale.tune.space import LADDERS, SHARES, Space, adjacent, ladders, probed
 from nextscale.tune.trials import Bench
-from nextscale.tune.validate import prove
+from nextscale.tune.validate import validate
 from tests.helpers import tiny
 from tests.helpers.counted_bench import CountedBench, difference, workload_of
 
@@ -289,33 +288,32 @@ def test_winners_are_a_frontier_and_beat_skipping() -> None:
 
 
 @pytest.mark.parametrize("family", ["var", "flexvar", "infinity", "hart", "star"])
-def test_a_real_search_and_its_proof_on_every_backbone(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_search_and_its_validation_on_every_backbone(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With little time it still measures what it must; the profile is written and read."""
     monkeypatch.setattr("nextscale.tune.space.COARSE", (1.0, 0.4))  # fewer predictions
-    monkeypatch.setattr("nextscale.tune.search.FEWEST", 3)
-    monkeypatch.setattr("nextscale.eval.judges.ssim", difference)  # tiny images have no window
+    monkeypatch.setattr("nextscale.tune.search.MIN_PREDICTED", 3)
     bench = bench_of(family, count=4)
     winners, search = searched(bench, TrialLog.open(tmp_path / "x.trials.jsonl", {}), seconds=1e-3)
     assert all(trial.error is None or "Error" in trial.error for trial in search.seen.values())
     peers = {search.tried[text].peer_name: trial for (text, _, _), trial in search.seen.items() if trial.error is None}
     assert set(peers) - {""} == set(LADDERS)
     told: list[str] = []
-    proof = [EvalPrompt(prompt) for prompt in own_prompts(bench.pipeline, 6)[4:]]
-    profile = prove_faster(bench, [*winners[:3], "skip:last=1"], proof, lambda what, share: told.append(what))
+    held_out = own_prompts(bench.pipeline, 6)[4:]
+    profile = validate_faster(bench, [*winners[:3], "skip:last=1"], held_out, lambda what, share: told.append(what))
     assert profile.tested == 2 and profile.searched == 4
     assert told
     profile.save(tmp_path / "x.profile.json")
     assert Profile.load(tmp_path / "x.profile.json") == profile
 
 
-def prove_faster(bench: Bench, winners: list[str], proof: list[EvalPrompt], on_progress: Callable[[str, float], None]) -> Profile:
+def validate_faster(bench: Bench, winners: list[str], held_out: list[Any], on_progress: Callable[[str, float], None]) -> Profile:
     """On so small a model a method may take longer than dense generation by chance; skipping stages hardly does."""
     for _ in range(5):
         try:
-            return prove(
-                bench.pipeline, winners, proof, difference,
+            return validate(
+                bench.pipeline, winners, held_out, difference,
                 schedule=bench.schedule, batch=2, seed=0, searched=4, source="ours", on_progress=on_progress,
             )  # fmt: skip
         except NextscaleError as error:
-            assert "nothing that was searched is faster" in str(error)
+            assert "no candidate is faster" in str(error)
     pytest.fail("skipping a stage is never faster than dense generation")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +15,16 @@ from rich.progress import Progress
 from typer.testing import CliRunner, Result
 
 from nextscale.cli import app
-from nextscale.cli import old_options as options
-from nextscale.cli import old_parse as parse
 from nextscale.cli.show import WholePercent, share_bar
-from nextscale.cli.tune import Prompts, SearchOptions, affordable, filling_batches, prompts_of, proof_prompts, provable, starting_points
+from nextscale.cli.tune import Prompts, prompts_of, read_prompts, starting_points
 from nextscale.errors import NextscaleError, PromptError, SettingError
-from nextscale.eval.quality import Evaluation, evaluate, mixed_batches
+from nextscale.eval.compare import Comparison, compare, mixed_batches
 from nextscale.loading import presets
 from nextscale.loading.presets import NANO
 from nextscale.methods import resolve_method
 from nextscale.profiles import Profile
 from nextscale.stage import Schedule
+from nextscale.tune.budget import filling_batches, first_round, max_winners, validation_prompts
 from nextscale.tune.log import FORMAT, TrialLog
 from nextscale.tune.trials import Trial
 from nextscale_research.__main__ import app as research
@@ -36,9 +36,9 @@ from tests.helpers.tiny_profiles import profile_of
 PROFILE, TRIALS = Path("x.profile.json"), Path("x.trials.jsonl")
 
 
-def timed_by_macs(*arguments: Any, **more: Any) -> Evaluation:
+def timed_by_macs(*arguments: Any, **more: Any) -> Comparison:
     """Real images; the speedups are those that MACs would give."""
-    found = evaluate(*arguments, **more)
+    found = compare(*arguments, **more)
     for row in found.rows:
         row["speedup"] = dict.fromkeys(("median", "p20", "p80"), 1 / row["cost_share"])
     return found
@@ -48,11 +48,11 @@ def timed_by_macs(*arguments: Any, **more: Any) -> Evaluation:
 def tiny_nano(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A tiny model under nano's name, in a folder with prompts, on a machine that has a distance of images."""
     monkeypatch.setitem(presets.MODELS, NANO.name, tiny.SPECS["infinity"])
-    monkeypatch.setattr(parse, "profile_folders", lambda *_: [tmp_path / "weights"])
-    monkeypatch.setattr(options, "load", lambda _name, **_: tiny.shared_pipeline("infinity"))
-    monkeypatch.setattr("nextscale.cli.tune.Lpips.load", lambda *_: difference)
-    monkeypatch.setattr("nextscale.eval.judges.ssim", difference)  # tiny images have no window
-    monkeypatch.setattr("nextscale.tune.validate.evaluate", timed_by_macs)
+    monkeypatch.setattr("nextscale.loading.artifacts.profile_folders", lambda *_: [tmp_path / "weights"])
+    monkeypatch.setattr("nextscale.loading.load", lambda _name, **_: tiny.shared_pipeline("infinity"))
+    monkeypatch.setattr("nextscale.metrics.Lpips.load", lambda *_: difference)
+    monkeypatch.setattr("nextscale.tune.validate.compare", timed_by_macs)
+    monkeypatch.setattr("nextscale.tune.budget.first_round", lambda *_: 2)
     monkeypatch.setattr("nextscale.tune.space.COARSE", (1.0, 0.4))  # fewer predictions
     monkeypatch.chdir(tmp_path)
     Path("train.txt").write_text("".join(f"a {thing}\n" for thing in ("bee", "cat", "cow", "dog", "elk", "fox", "hen", "owl")))
@@ -67,15 +67,15 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object, stop_after: int = 1
         made.append(CountedBench(*given, stop_after=stop_after))
         return made[-1]
 
-    monkeypatch.setattr("nextscale.cli.tune.Bench", bench)
-    command = ["tune", "nano", "--device", "cpu", "--batch", "2", "--out", PROFILE, *arguments]
+    monkeypatch.setattr("nextscale.tune.trials.Bench", bench)
+    command = ["tune", "--device", "cpu", "--batch", "2", "--out", PROFILE, *arguments]
     return CliRunner().invoke(app, list(map(str, command))), made
 
 
-SEARCH = ("--prompts", "train.txt", "--test", "test.txt", "--images", "2", "--minutes", "2")
+SEARCH = ("--prompts", "train.txt", "--test", "test.txt", "--minutes", "2")
 
 
-def test_a_search_that_is_stopped_goes_on_and_its_profile_is_proved_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_that_is_stopped_continues_and_its_profile_is_validated_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     killed, _ = run(monkeypatch, *SEARCH, stop_after=30)
     assert killed.exit_code == 130
     assert killed.stderr.splitlines() == ["stopped: the trials so far are kept in x.trials.jsonl: the same command continues"]
@@ -83,11 +83,10 @@ def test_a_search_that_is_stopped_goes_on_and_its_profile_is_proved_elsewhere(mo
     assert not PROFILE.exists()
     result, (bench,) = run(monkeypatch, *SEARCH, "--target", "speedup=1.5")
     assert result.exit_code == 0, result.output
-    assert not TRIALS.exists()
     profile = Profile.load(PROFILE)
     assert (profile.tested, profile.seed) == (2, 0)
     assert profile.searched in (2, 4)  # the first batch, or two of them: research plug-ins add trials
-    assert profile.prompts == "train.txt for the search, test.txt for the proof"
+    assert profile.prompts == "train.txt for the search, test.txt held out"
     taken = profile.nearest(speedup=1.5)
     assert f"Auto(speedup=1.5) takes {resolve_method(taken.method).label}: {taken.label}" in result.stdout
     _, (whole,) = run(monkeypatch, *SEARCH, "--force")
@@ -96,49 +95,48 @@ def test_a_search_that_is_stopped_goes_on_and_its_profile_is_proved_elsewhere(mo
 
     again, _ = run(monkeypatch, "--from", PROFILE, "--test", "test.txt", "--out", "y.profile.json")
     assert again.exit_code == 0, again.output
-    proved = Profile.load("y.profile.json")
-    assert (proved.searched, proved.tested) == (0, 2)
-    assert proved.prompts == "points of x.profile.json, proved on test.txt"
-    assert "2 prompts (points of x.profile.json, proved on test.txt), seed 0." in again.stdout
-    assert {point.method for point in proved.points} <= {point.method for point in profile.points}
+    again_profile = Profile.load("y.profile.json")
+    assert (again_profile.searched, again_profile.tested) == (0, 2)
+    assert again_profile.prompts == "points of x.profile.json, validated on test.txt"
+    assert "2 prompts (points of x.profile.json, validated on test.txt), seed 0." in again.stdout
+    assert {point.method for point in again_profile.points} <= {point.method for point in profile.points}
     unmet, _ = run(monkeypatch, "--from", PROFILE, "--test", "test.txt", "--target", "speedup=99", "--force")
     assert unmet.exit_code == 2 and "no point with a speedup of at least 99" in unmet.stderr
 
 
-def test_the_proof_takes_as_many_prompts_as_its_time_is_enough_for() -> None:
-    class Timed:
-        batch = 2
+class Timed:
+    batch = 2
 
-        def dense_seconds_per_image(self) -> float:
-            return 0.1
+    def dense_seconds_per_image(self) -> float:
+        return 0.1
 
-    def count(prompts: int = 100, **given: Any) -> int:
-        return len(proof_prompts(SearchOptions(**given), Timed(), [*range(prompts)], winners=6))  # type: ignore[arg-type]
 
-    assert count(minutes=2) == 30  # half a minute, ten methods with dense generation and skipping
-    assert count(minutes=2, prompts=20) == 20
-    assert count(minutes=0.01) == 6
-    assert count(minutes=0.01, test=Path("test.txt")) == count(start=Path("x.profile.json")) == 100
+def test_validation_takes_as_many_prompts_and_winners_as_it_has_time_for() -> None:
+    assert validation_prompts(Timed(), 2, winners=6) == 30  # half a minute, ten methods with dense generation and skipping
+    assert validation_prompts(Timed(), 0.01, winners=6) == 6
+    assert max_winners(Timed(), 2) == 45
+    assert max_winners(Timed(), 0.41) == 6
+    assert max_winners(Timed(), 0.01) == 4
 
 
 @pytest.mark.parametrize(("count", "batch", "taken"), [(17, 8, 16), (16, 8, 16), (23, 8, 23), (33, 32, 32), (570, 32, 570), (8, 8, 8)])
-def test_the_proof_runs_batches_of_the_size_that_was_asked_for(count: int, batch: int, taken: int) -> None:
+def test_validation_runs_batches_of_the_size_that_was_asked_for(count: int, batch: int, taken: int) -> None:
     assert filling_batches(count, batch) == taken
     assert len(mixed_batches(taken, batch)[0]) == batch
 
 
 def test_the_first_round_is_as_long_as_the_time_allows() -> None:
-    assert affordable(2, 0.1, 1000) == 24
-    assert affordable(2, 0.1, 65) == 10
-    assert affordable(2, 0.1, 1) == 2
-    assert affordable(32, 0.1, 1) == 24  # which is one batch
+    assert first_round(2, 0.1, 1000) == 24
+    assert first_round(2, 0.1, 65 / 0.6) == 10
+    assert first_round(2, 0.1, 1) == 2
+    assert first_round(32, 0.1, 1) == 24  # which is one batch
 
 
 @pytest.mark.parametrize(
-    ("minutes", "seconds", "least"), [("2", 60.0, "65 min .*pass --minutes 78"), ("2", 10.0, "11 min "), ("0.01", 0.1, "1 min ")]
+    ("minutes", "seconds", "least"), [("2", 60.0, "65 min .*Pass --minutes 78"), ("2", 10.0, "11 min "), ("0.01", 0.1, "1 min ")]
 )
 def test_too_few_minutes_are_refused_after_one_image(minutes: str, seconds: float, least: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first round has 2 images; 65 trials take 0.75 times as long as dense generation, and the proof a quarter of the time."""
+    """The first round has 2 images; 65 trials take 0.75 times as long as dense generation, and validation a quarter of the time."""
     monkeypatch.setattr(CountedBench, "first_look", lambda _: seconds / 2)
     result, (bench,) = run(monkeypatch, *SEARCH, "--minutes", minutes)
     (line,) = result.stderr.splitlines()
@@ -150,26 +148,13 @@ def test_a_search_whose_needed_trials_take_too_long_stops_and_can_be_continued(m
     """A trial of this bench takes a second: 45 s of --minutes 0.5 plus a third are 31 trials and what fits no more."""
     stopped, (bench,) = run(monkeypatch, *SEARCH, "--minutes", "0.5")
     assert stopped.exit_code == 2
-    assert re.search(r"3\d of about 65 are kept in x.trials.jsonl; run the same command with --minutes 1 to continue", stopped.stderr)
+    assert re.search(r"3\d of about 65 are kept in x.trials.jsonl. Run the same command with --minutes 1 to continue", stopped.stderr)
     assert 0.75 * 30 < bench.runs <= 1.3 * 30
-    shorter = run(monkeypatch, *SEARCH, "--trials", "y.trials.jsonl", "--minutes", "0.25")[0].stderr  # the other trials take 50 s
-    assert re.search(r"1\d of about 65 are kept in y.trials.jsonl; run the same command with --minutes 2 to continue", shorter), shorter
+    shorter = run(monkeypatch, *SEARCH, "--out", "y.profile.json", "--minutes", "0.25")[0].stderr  # the other trials take 50 s
+    assert re.search(r"1\d of about 65 are kept in y.trials.jsonl. Run the same command with --minutes 2 to continue", shorter), shorter
     continued, (rest,) = run(monkeypatch, *SEARCH, "--minutes", "2")
     assert continued.exit_code == 0, continued.output
     assert rest.runs < 60 and PROFILE.exists()
-
-
-def test_the_proof_takes_as_many_winners_as_it_has_time_for() -> None:
-    class Timed:
-        batch = 2
-
-        def dense_seconds_per_image(self) -> float:
-            return 0.1
-
-    bench: Any = Timed()
-    assert provable(bench, 30) == 45
-    assert provable(bench, 6.01) == 6
-    assert provable(bench, 1) == 4
 
 
 def test_progress_grows_and_is_never_complete_while_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,12 +166,12 @@ def test_progress_grows_and_is_never_complete_while_it_works(monkeypatch: pytest
         update(self, *given, **changes)
 
     monkeypatch.setattr(Progress, "update", told)
-    monkeypatch.setattr("nextscale.cli.tune.LATEST", 100)  # the needed trials take longer than was asked for
+    monkeypatch.setattr("nextscale.tune.budget.LATEST", 100)  # the needed trials take longer than was asked for
     result, _ = run(monkeypatch, *SEARCH, "--minutes", "0.2")
     assert result.exit_code == 0, result.output
     shares = [share for share, _ in shown]
     assert shares == sorted(shares) and shares[0] == 0 and 0.9 < shares[-1] < 1
-    assert shown[0][1].startswith("trial 1, dense") and any(words.startswith("proof: dense") for _, words in shown)
+    assert shown[0][1].startswith("trial 1, dense") and any(words.startswith("validation: dense") for _, words in shown)
     assert {share for share, words in shown if words.startswith("trial")} >= {0.75}, "where the time is over but the search is not"
     (percent,) = [column for column in share_bar().columns if isinstance(column, WholePercent)]
     assert percent.render(SimpleNamespace(percentage=99.9)).plain == "99 %"  # type: ignore[arg-type]
@@ -194,9 +179,9 @@ def test_progress_grows_and_is_never_complete_while_it_works(monkeypatch: pytest
 
 def test_a_search_that_goes_on_has_the_first_round_of_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ("--prompts", "train.txt", "--test", "test.txt", "--minutes", "2")
-    monkeypatch.setattr("nextscale.cli.tune.affordable", lambda *_: 4)
+    monkeypatch.setattr("nextscale.tune.budget.first_round", lambda *_: 4)
     run(monkeypatch, *given, stop_after=5)
-    monkeypatch.setattr("nextscale.cli.tune.affordable", lambda *_: 8)  # the machine has become faster
+    monkeypatch.setattr("nextscale.tune.budget.first_round", lambda *_: 8)  # the machine has become faster
     _, (bench,) = run(monkeypatch, *given, stop_after=5)
     assert bench.least == 4
     assert {trial.images for trial in TrialLog.read(TRIALS).trials.values()} == {4}
@@ -226,24 +211,24 @@ def test_prompts_that_cannot_be_read_are_refused_before_the_search(file: str, mo
 def prompts_read(prompts: Sequence[str] | None = None, test: Sequence[str] | None = None, **given: Any) -> Prompts:
     for file, lines in (("a.txt", prompts), ("b.txt", test)):
         Path(file).write_text("".join(f"{line}\n" for line in lines or ()))
-    options = SearchOptions(Path("a.txt") if prompts else None, Path("b.txt") if test else None, **given)
-    return options.read(tiny.SPECS["infinity"], tiny.shared_pipeline("infinity"))
+    files = Path("a.txt") if prompts else None, Path("b.txt") if test else None
+    return read_prompts(*files, given.get("start"), tiny.SPECS["infinity"], tiny.shared_pipeline("infinity"))
 
 
-def test_no_prompt_of_the_proof_is_one_of_the_search() -> None:
+def test_no_held_out_prompt_is_one_of_the_search() -> None:
     again = prompts_read(["a bee", "a cat", "a cow", "a bee", "a cat", "a cow", "a dog"])
-    assert (again.seen, again.proof) == (["a bee", "a cow", "a bee", "a cow"], ["a cat", "a cat", "a dog"])
+    assert (again.search, again.held_out) == (["a bee", "a cow", "a bee", "a cow"], ["a cat", "a cat", "a dog"])
     overlapping = prompts_read(["a bee", "a cat", "a cow"], ["a cat", "a ship"])
-    assert (overlapping.seen, overlapping.proof) == (["a bee", "a cow"], ["a cat", "a ship"])
+    assert (overlapping.search, overlapping.held_out) == (["a bee", "a cow"], ["a cat", "a ship"])
     own = prompts_read()
-    assert len(own.seen) == len(own.proof) == 128
-    assert len({*own.seen, *own.proof}) == 256
+    assert len(own.search) == len(own.held_out) == 128
+    assert len({*own.search, *own.held_out}) == 256
 
 
-def test_points_that_are_proved_later_are_proved_on_what_no_search_of_ours_saw() -> None:
+def test_points_that_are_validated_later_meet_prompts_that_no_search_saw() -> None:
     searched, later = prompts_read(test=["a ship", "a car"]), prompts_read(start=Path("x.profile.json"))
-    assert len(searched.seen) == len(later.proof) == 128
-    assert not {*searched.seen} & {*later.proof}
+    assert len(searched.search) == len(later.held_out) == 128
+    assert not {*searched.search} & {*later.held_out}
 
 
 def test_trials_of_another_torch_or_format_of_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,25 +257,25 @@ def test_trials_of_another_torch_or_format_of_weights_are_refused(monkeypatch: p
 )
 def test_trials_that_no_search_writes_are_refused(line: dict[str, Any]) -> None:
     head = {"format": FORMAT, "grids": [[1, 1], [2, 2]]}
-    TRIALS.write_text(json.dumps(head) + "\n" + json.dumps(Trial("dense", 2).to_json() | line) + "\n")
+    TRIALS.write_text(json.dumps(head) + "\n" + json.dumps(asdict(Trial("dense", 2)) | line) + "\n")
     with pytest.raises(NextscaleError, match="cannot be read as trials of a search"):
         TrialLog.read(TRIALS)
     TRIALS.write_text("[]\n")
-    with pytest.raises(NextscaleError, match="its first line is no JSON object"):
+    with pytest.raises(NextscaleError, match="cannot be read as trials"):
         TrialLog.read(TRIALS)
-    TRIALS.write_text(json.dumps(head) + "\n" + json.dumps(Trial("dropguidance:first_stage=9", 2).to_json()) + "\n")
+    TRIALS.write_text(json.dumps(head) + "\n" + json.dumps(asdict(Trial("dropguidance:first_stage=9", 2))) + "\n")
     with pytest.raises(NextscaleError, match="has trials of stages up to 9, and grids of 2"):
         Sensitivities.of(TrialLog.read(TRIALS))
 
 
-def test_a_proof_that_ran_partly_without_its_graphs_is_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mixed(*arguments: Any, **more: Any) -> Evaluation:
+def test_a_validation_that_ran_partly_without_its_graphs_is_an_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed(*arguments: Any, **more: Any) -> Comparison:
         found = timed_by_macs(*arguments, **more)
         for row in found.rows:
             row["engine"] = "eager and graphs"
         return found
 
-    monkeypatch.setattr("nextscale.tune.validate.evaluate", mixed)
+    monkeypatch.setattr("nextscale.tune.validate.compare", mixed)
     profile_of(tiny.shared_pipeline("infinity")).save("start.profile.json")
     result, _ = run(monkeypatch, "--from", "start.profile.json", "--test", "test.txt")
     assert result.exit_code == 0, result.output
@@ -299,8 +284,8 @@ def test_a_proof_that_ran_partly_without_its_graphs_is_an_eager_one(monkeypatch:
 
 def test_trials_are_kept_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    kept = Path("kept.trials.jsonl")
-    result, _ = run(monkeypatch, *SEARCH, "--trials", kept)
+    kept = TRIALS
+    result, _ = run(monkeypatch, *SEARCH)
     assert result.exit_code == 0, result.output
     found = Sensitivities.of(TrialLog.read(kept))
     assert set(found.unguided) == {"cond", "uncond", "cond, fading"}
@@ -317,23 +302,23 @@ def test_trials_are_kept_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = CliRunner().invoke(research, ["sensitivity", str(kept), "--out", "s.svg"])
     assert refused.exit_code == 2 and "--force" in refused.stderr
     kept.write_text(json.dumps({"format": "of tomorrow"}) + "\n")
-    with pytest.raises(NextscaleError, match="no trials that this version reads"):
+    with pytest.raises(NextscaleError, match="must hold trials"):
         TrialLog.read(kept)
 
 
-def test_points_of_other_stages_are_not_proved(tmp_path: Path) -> None:
+def test_points_of_other_stages_are_not_validated(tmp_path: Path) -> None:
     pipe = tiny.shared_pipeline("infinity")
     profile_of(pipe).save(tmp_path / "a.profile.json")
-    with pytest.raises(SettingError, match="has settings for the 4 stages of 8x6, and these are 2: add --size 8x6"):
+    with pytest.raises(SettingError, match="has settings for 4 stages, and this size has 2. Add --size 6x8"):
         starting_points(tmp_path / "a.profile.json", pipe, Schedule([1, 2]))
-    with pytest.raises(NextscaleError, match="a profile of tiny-infinity with other weights: give one of tiny-var"):
+    with pytest.raises(NextscaleError, match="a profile of tiny-infinity with other weights. Pass one of tiny-var"):
         starting_points(tmp_path / "a.profile.json", tiny.shared_pipeline("var"), Schedule([1, 2]))
 
 
 @pytest.mark.parametrize("line", ["9999", "a cat"])
-def test_classes_of_the_proof_are_refused_before_the_search(line: str) -> None:
+def test_held_out_classes_are_refused_before_the_search(line: str) -> None:
     Path("classes.txt").write_text(f"1\n{line}\n")
-    with pytest.raises(PromptError, match="classes.txt: tiny-var takes class numbers, one per line"):
+    with pytest.raises(PromptError, match="classes.txt must have one class number per line for tiny-var"):
         prompts_of(Path("classes.txt"), tiny.SPECS["var"])
     Path("classes.txt").write_text("1\n2\n")
     assert prompts_of(Path("classes.txt"), tiny.SPECS["var"]) == [1, 2]
@@ -342,18 +327,15 @@ def test_classes_of_the_proof_are_refused_before_the_search(line: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target", "speed=2"], "give one of speedup=2, lpips=0.08, ms=50"),
-        (["--target", "lpips=-1"], "give a number above 0"),
-        (["--out", "x.json"], "ends in .profile.json"),
-        (["--trials", "x.json"], "ends in .trials.jsonl"),
+        (["--target", "speed=2"], "--target"),
+        (["--target", "lpips=-1"], "--target"),
+        (["--out", "x.json"], "end in .profile.json"),
         (["--prompts", "test.txt", "--test", "test.txt"], "holds all prompts of the search"),
-        (["--prompts", "test.txt"], "1 prompts for batches of 2"),
-        (["--prompts", "train.txt", "--test", "test.txt", "--batch", "3"], "2 prompts of the proof for batches of 3"),
+        (["--prompts", "test.txt"], "1 prompts do not fill a batch of 2"),
+        (["--prompts", "train.txt", "--test", "test.txt", "--batch", "3"], "2 held-out prompts do not fill a batch of 3"),
         (["--from", "a.profile.json", "--minutes", "3"], "--minutes would have no effect"),
-        (["--from", "a.profile.json", "--prompts", "train.txt", "--images", "2"], "--prompts and --images would have no effect"),
-        (["--from", "absent.profile.json"], "absent.profile.json is no profile"),
-        (["--model", "var-d16"], "two models, nano and -m var-d16"),
-        (["--prompts", "train.txt", "--trials", "train.txt/a.trials.jsonl"], "train.txt/a.trials.jsonl cannot be written"),
+        (["--from", "a.profile.json", "--prompts", "train.txt", "--minutes", "2"], "--prompts and --minutes would have no effect"),
+        (["--from", "absent.profile.json"], "absent.profile.json is not a profile"),
     ],
 )
 def test_what_the_command_refuses(arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

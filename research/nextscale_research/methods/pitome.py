@@ -67,7 +67,7 @@ class PiToMe(Method):
         for stage in late_stages(self.stages, schedule, "PiToMe"):
             if self.sublayers and share_of(schedule[stage].cells, self.ratio) > 0:
                 require_separate_sublayers(model, "PiToMe")
-                span = EnergyMergedBlocks(layers, f"pitome {self.ratio}", self.ratio, self.sublayers, 0, False, self.margin, self.form)
+                span = EnergyMergedBlocks(layers, self.ratio, self.sublayers, 0, False, self.margin, self.form)
                 plans[stage] = StagePlan(spans=(span,))
         return tuple(plans)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,7 +54,7 @@ class SparseViT(Method):
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         plans = [DENSE] * len(schedule)
-        span = ActiveBlocks(range(len(model.blocks)), f"sparsevit {self.ratio}", self.ratio, self.window)
+        span = ActiveBlocks(range(len(model.blocks)), self.ratio, self.window)
         for stage in late_stages(self.stages, schedule, "SparseViT"):
             if share_of(schedule[stage].cells, self.ratio) > 0:
                 require_separate_sublayers(model, "SparseViT")
@@ -67,7 +67,6 @@ class ActiveBlocks(Span):
     """Runs its blocks on the tokens with the largest activations of its input."""
 
     layers: range
-    key: Hashable
     ratio: float  # share of the tokens that are not run
     window: int = 1
 

@@ -14,28 +14,28 @@ import torch
 import typer
 
 from nextscale.cli.files import require_writable
-from nextscale.cli.old_options import (
+from nextscale.cli.options import (
+    MACHINE,
     OUTPUT,
     Batch,
     Force,
-    Metrics,
+    ImageOptions,
     ModelOptions,
     PromptOptions,
-    Seed,
-    SizeOptions,
-    given_by_user,
+    grouped,
+    option,
     out_option,
 )
-from nextscale.cli.old_parse import parse_prompt
-from nextscale.cli.options import grouped
+from nextscale.cli.parse import parse_prompt
 from nextscale.cli.show import share_bar
 from nextscale.errors import SettingError
-from nextscale.eval.methods import parse_methods
 from nextscale.io import write_image, write_text
+from nextscale.methods.registry import resolve_method
 from nextscale.metrics import Lpips
 from nextscale.pipeline import Pipeline
 from nextscale.stage import Schedule
 
+from ..metrics.files import VARIABLE
 from ..program import app
 from . import Examples, Observations, Sample, observe, read_observations, to_json, verdicts
 from .detail_plots import DETAIL_FIGURES, TITLES, detail_figures
@@ -122,7 +122,7 @@ class MeasureOptions:
         ),
     ] = 3
     batch: Batch = 16
-    metrics: Metrics = None
+    metrics: Annotated[Path | None, option("--metrics", "FOLDER", "Folder of metric networks.", MACHINE, VARIABLE)] = None
     details: Annotated[
         bool,
         typer.Option(
@@ -144,8 +144,7 @@ def observe_command(
     *,
     model: ModelOptions,
     prompts: PromptOptions,
-    seed: Seed = 0,
-    size: SizeOptions,
+    image: ImageOptions,
     measuring: MeasureOptions,
     figures: FigureOptions,
 ) -> None:
@@ -158,13 +157,13 @@ def observe_command(
         show_verdicts(figures.plot_again(figures.plot))
         return
     spec = model.spec
-    schedule = size.schedule(spec)
+    schedule = image.schedule(spec)
     if measuring.metrics is not None and not measuring.details:
-        raise SettingError("--metrics names the networks of --details, and has no effect without it: add --details or leave it out")
+        raise SettingError("--metrics names the networks of --details. Add --details, or leave it out.")
     if len(schedule) < 2:
         raise SettingError(f"{schedule} has a single stage: there is nothing to compare")
     chosen = [parse_prompt(text, spec) for text in prompts.read()]
-    sample = Sample.of(chosen, prompts.images * len(chosen), seed)
+    sample = Sample.of(chosen, image.num_images * len(chosen), image.seed)
     if measuring.details:
         figures.require_details_writable()
         measure_details(model.load, sample, schedule, measuring.metrics, model.torch_device, figures)
@@ -201,8 +200,8 @@ def measure_details(
             sample,
             schedule,
             distances,
-            {name: parse_methods(name) for name in DETAIL_METHODS},
-            projected=parse_methods("stagevar"),
+            {name: resolve_method(name) for name in DETAIL_METHODS},
+            projected=resolve_method("stagevar"),
             on_progress=lambda share: progress.update(task, completed=share),
         )
     figures.write_details(found, pictures)
@@ -214,9 +213,15 @@ def measure_details(
         typer.echo(f"StageVAR, {found.projection.seeds} random projections: {shown}")
 
 
+def is_given(context: typer.Context, name: str) -> bool:
+    """Returns True if the command line names this option, though it may be with the default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def require_alone(context: typer.Context) -> None:
     """Refuses options of a measurement, which --plot would ignore."""
-    chosen = [one for one in context.command.params if one.name and given_by_user(context, one.name)]
+    chosen = [one for one in context.command.params if one.name and is_given(context, one.name)]
     if surplus := [one.opts[0] for one in chosen if one.name not in ("plot", "out", "force")]:
         raise SettingError(f"--plot only plots what was measured: leave out {', '.join(surplus)}")
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale.errors import CheckpointError
-from nextscale.eval.folders.networks import NETWORKS, Network
 from nextscale.metrics import Lpips
-from nextscale.metrics.dists import Dists
+from nextscale_research.metrics.dists import Dists
+from nextscale_research.metrics.networks import NETWORKS, Network
 
 from .numbers import Curve
 

@@ -149,7 +149,7 @@ def generate_probed(
     found.relations.append(blocks.block_relations(acting, schedule, output.pixels, maps))
     found.changes.append(changes)
     if ranked.rows:
-        found.ranks.append(ranked.ranks(schedule))
+        found.ranks.append(ranks_of(ranked, schedule))
     add_tiles(found.tiles, shown, maps, acting, schedule, output)
     return prompt.Baseline(prompts, seeds, output)
 
@@ -199,3 +199,11 @@ def about(first: Output, sample: Sample, batch: int, lpips: Lpips | None) -> dic
         "batch": batch,
         "lpips": lpips is not None,
     }
+
+
+def ranks_of(watcher: RankWatcher, schedule: Schedule) -> Tensor:
+    """Returns the ranks of all requests, [alphas, blocks, rows, stages]."""
+    by_layer = [
+        torch.stack([torch.cat(watcher.found[stage.index, layer], dim=1) for stage in schedule], dim=-1) for layer in watcher.layers
+    ]
+    return torch.stack(by_layer, dim=1)

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from nextscale.eval.methods import DENSE, GUIDANCE_OFF, parse_methods
-from nextscale.eval.results import Row
+from nextscale.eval.results import DENSE, Row
+from nextscale.methods.registry import resolve_method
 
+from ..quality.lists import GUIDANCE_OFF
 from .suite import SUITES
 
 MJHQ_SHARE = 3 / 10  # FastVAR shows three of the ten categories
@@ -106,7 +107,7 @@ def measured_speed(rows: Sequence[Row], work: Work, hardware: str) -> Speed | No
         and row.get("quantize") is None
         and "images_per_second" in row
     ]
-    label = parse_methods(*([] if work.method == DENSE else [work.method])).label
+    label = resolve_method([] if work.method == DENSE else work.method).label
     exact = [row["images_per_second"] for row in known if row["method"] == work.method or row.get("settings") == label]
     dense = [row["images_per_second"] for row in known if row["method"] == DENSE]
     rates = exact or dense

@@ -121,7 +121,7 @@ ALL = (
         prompts.from_mjhq,
         layouts.mjhq,
         "nextscale[eval], or pip install clean-fid",
-        "nextscale evaluate FOLDER/people --against mjhq30k_imgs/people --metric fid",
+        "nextscale evaluate FOLDER/people --real mjhq30k_imgs/people --metric fid",
         "FID of a category; clip-score of the folder that sample wrote",
     ),
     Suite(
@@ -133,7 +133,7 @@ ALL = (
         prompts.from_coco,
         layouts.flat,
         "nextscale[eval]",
-        "nextscale evaluate FOLDER --against val2014 --metric fid",
+        "nextscale evaluate FOLDER --real val2014 --metric fid",
         "FID, KID, precision, recall, Inception score, with intervals",
     ),
     Suite(

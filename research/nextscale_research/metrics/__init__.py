@@ -1,0 +1,1 @@
+"""Distances of sets of images, and the networks behind them."""

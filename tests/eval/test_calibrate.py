@@ -1,0 +1,87 @@
+"""`nextscale calibrate`: constants of methods, measured on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from nextscale.cli import app
+from nextscale.cli.options import ModelOptions
+from nextscale.loading import presets
+from nextscale.methods.stagevar_ranks import read_rank_table
+from nextscale.stage import Schedule
+from tests.helpers import tiny
+
+WIDE = "1,2,4,8,12,14"
+
+
+@pytest.fixture
+def calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs the command on a tiny model."""
+    monkeypatch.setitem(presets.MODELS, "tiny", replace(tiny.SPECS["flexvar"], name="tiny"))
+    monkeypatch.setattr(ModelOptions, "load", lambda self: tiny.shared_pipeline("flexvar"))
+    monkeypatch.chdir(tmp_path)
+    shared = ["-m", "tiny", "--size", WIDE, "--batch", "2", "--device", "cpu"]
+
+    def run(*arguments: object) -> Result:
+        method, *rest = map(str, arguments)
+        return CliRunner(env={"COLUMNS": "300"}).invoke(app, ["calibrate", method, *rest, *shared])
+
+    return run
+
+
+def test_decision_models(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+    done = calibrate("skipvar", 1, 2, 3, "--set", "similarity=0.9", "--out", "models.json")
+    assert done.exit_code == 0, done.output
+    assert "--method skipvar:models=models.json" in done.output
+    content = json.loads((tmp_path / "models.json").read_text())
+    assert (content["model"], content["images"], content["similarity"]) == ("tiny", 3, 0.9)
+    sides = Schedule([int(side) for side in WIDE.split(",")])
+    assert tiny.shared_pipeline("flexvar")([1], seed=1, size=sides, method="skipvar:models=models.json").pixels.isfinite().all()
+    assert "--force" in calibrate("skipvar", 1, "--out", "models.json").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("skipvar", 1, "--set", "similarity=0"), "--set similarity must be above 0"),
+        (("scalekv", 1, "--set", "share=two"), "--set share must be above 0"),
+        (("stagevar", 1, "--set", "alphas=1.5"), "--set alphas must be above 0"),
+        (("stagevar", 1, "--set", "share=0.5"), "--set must name alphas or sizes"),
+        (("stagevar", 1, "--out", "table.txt"), "--out must end in .json"),
+        (("stagevar",), "no prompt"),
+        (("fastvar", 1), "fastvar"),
+    ],
+)
+def test_wrong_settings_are_refused_before_anything_runs(
+    arguments: tuple[object, ...], message: str, calibrate: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelOptions, "load", lambda self: pytest.fail("the model was loaded"))
+    done = calibrate(*arguments)
+    assert done.exit_code == 2 and message in done.output, done.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_drafters(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+    done = calibrate("scalekv", 1, 2, "--set", "share=0.3", "--out", "roles.json")
+    assert done.exit_code == 0 and done.output.count("loses") == 3 and done.output.count("drafter\n") == 1
+    assert re.search(r"--method 'scalekv:drafters=\[\d\],share=0.3'", done.output)
+    assert len(json.loads((tmp_path / "roles.json").read_text())["drafters"]) == 1
+
+
+def test_rank_tables(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+    done = calibrate("stagevar", 1, 2, "--set", "alphas=0.9", "--set", "sizes=1,2,4,8+1,2,3,5", "--out", "own.json")
+    assert done.exit_code == 0, done.output
+    table = read_rank_table(tmp_path / "own.json")
+    assert {row.alpha for row in table.rows} == {0.9} and {64, 25} <= {row.cells for row in table.rows}
+    assert table.belongs_to(tiny.shared_pipeline("flexvar").model)
+    assert "alpha 0.9 " in done.output and "wrote own.json" in done.output
+    assert "--force" in calibrate("stagevar", 1, "--out", "own.json").output
+    absent = calibrate("stagevar", 1)
+    assert absent.exit_code == 2 and "weights of tiny" in absent.output  # beside which the table would be written
