@@ -17,16 +17,16 @@ import nextscale
 PACKAGE = Path(nextscale.__file__).parent
 
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("basics", ("errors", "validation", "io", "kernels", "varlen", "stage", "report", "checkpoints", "assets", "serialization")),
+    ("basics", ("errors", "validation", "io", "kernels", "varlen", "stage", "checkpoints", "assets", "serialization")),
     ("parts", ("cache", "canvas", "guidance", "sampling", "schedules", "metrics")),
     ("models", ("models", "tokenizers", "text")),
+    ("device", ("device",)),
     ("method interface", ("methods.method", "methods.selection")),
     ("planning", ("planning",)),
     ("methods", ("methods",)),
-    ("generate", ("generate", "prefix", "parts", "request")),
+    ("generate", ("generate", "prefix", "request")),
     ("engine", ("engine",)),
-    ("profiles", ("profiles",)),
-    ("pipeline", ("pipeline", "resolve", "execute", "collaborate", "output", "habits", "device", "notebook")),
+    ("pipeline", ("output", "report", "profiles", "pipeline")),
     ("loading", ("loading",)),
     ("batching", ("batching",)),
     ("products", ("serve", "offline")),
