@@ -9,7 +9,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 test: lint
 	$(BIN)/pytest --numprocesses auto --dist worksteal
 
-# the inner loop: without the tests of tests/slow.txt and those that need a GPU, a browser or Ray
+# the inner loop: without the tests of tests/slow.txt (written by `make test PYTEST_ADDOPTS=--write-slow=110`), a GPU, a browser and Ray
 test-fast: $(INSTALLED_DEV)
 	$(BIN)/pytest --numprocesses auto --dist worksteal -m "not slow and not gpu and not browser and not ray"
 

@@ -138,7 +138,7 @@ def _shard_entries(path: Path, layout: Layout) -> Iterator[Entry]:
 
 
 def _shard_state(path: Path, layout: Layout) -> Mapping[Any, Any]:
-    """The content of one file, mapped wherever the format allows. The content decides which format it is, not the file's name."""
+    """Returns the content of one file, mapped if the format allows it. The content decides the format, not the file's name."""
     try:
         with path.open("rb") as file:
             head = file.read(9)

@@ -1,4 +1,4 @@
-"""How published files name and pack the parameters of our modules, and whether a file fits a module."""
+"""Names and shapes of our modules' parameters in published files, and the comparison of a file with a module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the published files name and pack the parameters of one of our modules. Patterns match whole names, except in `aliases`."""
+    """Names and shapes of one module's parameters in published files. Patterns match whole names, except in `aliases`."""
 
     rules: tuple[Rule, ...] = ()  # the first that matches our parameter name wins; none: the published name equals ours
     prefix: str = ""  # before every published name of ours

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -110,7 +110,7 @@ def calibrate_stagevar(asked: Calibration) -> None:
     with share_bar() as progress:
         task = progress.add_task("measuring", total=len(schedules) * len(asked.prompts))
         table = measure_table(asked.model.load(), asked.prompts, schedules, alphas, image.seed, lambda: progress.advance(task))
-    write_rank_table(table, file, asked.about | {"schedules": [str(schedule) for schedule in schedules]})
+    write_rank_table(replace(table, about=asked.about | {"schedules": [str(schedule) for schedule in schedules]}), file)
     for row in table.rows:
         typer.echo(f"alpha {row.alpha:<5} {row.cells:>5} cells: {', '.join(f'{ratio:.3g}' for ratio in row.ratios)}")
     typer.echo(f"wrote {file}")

@@ -17,7 +17,6 @@ from . import parse
 if TYPE_CHECKING:
     import torch
 
-    from ..guidance import GuidanceLike
     from ..loading import ModelSpec
     from ..methods import Method
     from ..offline.prompts import EvalPrompt
@@ -305,11 +304,10 @@ class SamplingOptions:
         """Returns the arguments of the pipeline call; wrong values are refused before the weights are loaded."""
         from ..guidance import resolve_guidance
 
-        guidance: GuidanceLike = None if self.guidance is None else parse.parse_guidance(self.guidance, spec.settings.guidance)
+        guidance, switches = parse.parse_guidance(self.guidance, spec.settings.guidance), self.switches
         resolve_guidance(guidance, spec.settings.guidance).scales(schedule)
-        switches = self.switches
         given: dict[str, Any] = {
-            "temperature": None if self.temperature is None else parse.parse_per_stage("--temperature", self.temperature),
+            "temperature": parse.parse_per_stage("--temperature", self.temperature),
             "top_k": self.top_k,
             "top_p": self.top_p,
             "greedy": switches.get("greedy") or None,
@@ -320,5 +318,4 @@ class SamplingOptions:
             raise SettingError(f"--sampling refine needs a model that samples late stages in rounds; {spec.name} does not. Leave it out.")
         sampling |= {"refine": None} if switches.get("refine") is False else {}
         spec.settings.sampling.changed(**sampling).check(schedule)
-        negative = None if self.negative is None else parse.parse_prompt(self.negative, spec)
-        return {"guidance": guidance, "negative": negative, **sampling}
+        return {"guidance": guidance, "negative": self.negative and parse.parse_prompt(self.negative, spec), **sampling}

@@ -131,12 +131,14 @@ def size_text(size: Sequence[int]) -> str:
     return f"{size[1]}x{size[0]}"
 
 
-def parse_guidance(text: str, published: Guidance) -> GuidanceLike:
+def parse_guidance(text: str | None, published: Guidance) -> GuidanceLike:
     from ..guidance import ConstantGuidance, RampGuidance
 
+    if text is None:
+        return None
     form, colon, values = text.rpartition(":")
     found = parse_per_stage("--guidance", values)
-    if not colon:
+    if found is None or not colon:
         return found
     if form not in ("constant", "ramp") or isinstance(found, list):
         raise SettingError(f"--guidance must be a number, one per stage, or a form such as constant:4 or ramp:2.5; got {text!r}.")
@@ -144,7 +146,9 @@ def parse_guidance(text: str, published: Guidance) -> GuidanceLike:
     return ConstantGuidance(strength=found) if form == "constant" else ramp.with_strength(found)
 
 
-def parse_per_stage(option: str, text: str) -> float | list[float]:
+def parse_per_stage(option: str, text: str | None) -> float | list[float] | None:
+    if text is None:
+        return None
     numbers = parse_numbers(text)
     if not numbers:
         raise SettingError(f"{option} must be a number, or one per stage such as 3,3,1; got {text!r}.")

@@ -62,7 +62,7 @@ def plan(
     built, tokenizer = without_weights(spec, parse.torch_dtype(dtype), quantize, kv_dtype)
     built.check_schedule(schedule)
     built.rank_table = rank_table_of(built, weights) if (weights := local_weights(spec)) else None
-    scale = None if guidance is None else parse.parse_guidance(guidance, settings.guidance)
+    scale = parse.parse_guidance(guidance, settings.guidance)
     guided = ResolvedGuidance(resolve_guidance(scale, settings.guidance), schedule, len(built.blocks)).needs_both
     workload = Workload(schedule, batch, guided, text_tokens if built.stack[0].has_text else 0, settings.sampling.refine)
     resolved = parse.resolved_method(chosen, spec, schedule, batch)

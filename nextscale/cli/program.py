@@ -16,7 +16,6 @@ from typer.core import TyperCommand, TyperGroup
 from ..errors import NextscaleError, SettingError
 from .parse import LOCAL
 
-MEASURE = "Measurements"  # panel of the help
 USAGE_ERRORS: Any = typer.BadParameter.__bases__  # the parent of all usage errors has no public name that every version of typer knows
 RENAMED = {  # commands and options of earlier versions
     "demo": "compare",
@@ -37,6 +36,12 @@ RENAMED = {  # commands and options of earlier versions
     "--no-refine": "--sampling refine=false",
     "--as-released": "--sampling as_released",
     "--positive-prompt": "--sampling positive_prompt",
+    "--against": "--real FOLDER",
+    "--alpha": "--set alphas=0.9+0.95",
+    "--share": "--set share=0.1",
+    "--similarity": "--set similarity=0.84",
+    "--metrics": "the variable NEXTSCALE_METRICS",
+    "--probe": "python -m nextscale_research quality --probe FILE",
     "--unguided": "--guidance constant:1",
     "--workers": "--ray ADDRESS,workers=N",
     "--gpus": "--ray ADDRESS,gpus=SHARE",

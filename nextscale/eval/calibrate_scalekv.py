@@ -1,14 +1,14 @@
-"""ScaleKV's drafters, measured: the layers that lose most attention where they keep as little as the others.
+"""Measures ScaleKV's drafters: the layers that lose most attention if they keep as little as the others.
 
-The reference implementation ships roles and not how they were found; this measure is ours. At every stage whose cache would be
-compressed, the queries of the window say how much of a layer's attention the keys outside the best ones hold, head by head.
+The reference implementation ships roles without the way to find them; this measure is ours. At every stage whose cache would be
+compressed, it takes the share of the window's attention, head by head, that keys outside the best ones receive.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,16 +20,11 @@ from ..pipeline import Pipeline
 from ..stage import Schedule
 
 
-@dataclass(frozen=True)
-class Roles:
-    """The share of attention that every layer loses, [L], and the layers that lose most."""
+class Roles(NamedTuple):
+    """The share of attention that every layer loses, and the layers that lose most."""
 
     lost: tuple[float, ...]
     drafters: tuple[int, ...]
-
-    @property
-    def method(self) -> str:
-        return f"scalekv:drafters=[{', '.join(map(str, self.drafters))}]"
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ class MeasuringCache(LayerCache):
 
 
 def lost_attention(seen: AttentionCall, capacity: int, window: int) -> float:
-    """The share of the window's attention outside the `capacity` keys that receive most of it, mean over rows and heads."""
+    """Returns the share of the window's attention outside the `capacity` keys that receive most of it, mean over rows and heads."""
     places = window_places(seen.tokens, seen.q.shape[:2], min(window, seen.q.shape[1]), seen.q.device)
     asking = seen.q.gather(1, places[..., None, None].expand(-1, -1, *seen.q.shape[2:])).transpose(1, 2)
     keys = seen.view.keys.narrow(1, 0, seen.view.end).permute(0, 2, 3, 1)
@@ -83,7 +78,7 @@ def lost_attention(seen: AttentionCall, capacity: int, window: int) -> float:
 
 
 def measure_roles(pipe: Pipeline, prompts: Sequence[Any], schedule: Schedule, method: ScaleKV, seed: int = 0, batch: int = 4) -> Roles:
-    """The drafters of a model at the share that `method` keeps, by what its layers would lose."""
+    """Returns the drafters of a model at the share that `method` keeps, by the attention that its layers would lose."""
     layers = len(pipe.model.blocks)
     held = pipe.model.text_prefix + schedule.tokens - schedule[-1].cells
     watching = AttentionLost(max(method.window, round(method.share * held)), method.window)

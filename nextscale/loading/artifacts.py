@@ -103,7 +103,7 @@ def encoder_artifact(spec: ModelSpec) -> Artifact | None:
 
 
 def encoder_class(source: TextSource | None) -> type[TextEncoder] | None:
-    encoder = None if source is None else source.encoder
+    encoder = source and source.encoder
     return encoder if isinstance(encoder, type) and issubclass(encoder, TextEncoder) else None
 
 

@@ -185,7 +185,7 @@ def load_module(module: NextScaleModel | Tokenizer, path: Path, device: torch.de
 
 @contextmanager
 def naming_the_right_model(path: Path) -> Iterator[None]:
-    """Adds to the refusal of a checkpoint which of our models it looks like."""
+    """Adds the models that a checkpoint fits to its refusal."""
     try:
         yield
     except WeightsMismatch as error:

@@ -254,7 +254,7 @@ class SparseRun(MethodRun):
 
     def count(self, stage: Stage, canvas: Canvas) -> Tensor | None:
         self.cells = self.choose_cells(stage, canvas)
-        return None if self.cells is None or self.settings.keep is not None else self.cells.counts
+        return None if self.cells is None or self.settings.keep is not None else self.cells.kept.sum(dim=1)
 
     def plan(self, stage: Stage, planned: StagePlan, counts: TokenCounts | None) -> StagePlan:
         self.room = counts
@@ -274,8 +274,12 @@ class SparseRun(MethodRun):
         return self.kept_tokens(tokens.stage) if reduces else tokens
 
     def kept_tokens(self, stage: Stage) -> Tokens:
+        """Returns the tokens of every image in raster order, padded to the most of an image."""
         assert self.cells is not None and self.room is not None
-        return self.cells.tokens(stage, self.room.most, self.room.fewest < self.room.most)
+        kept, most = self.cells.kept, self.room.most
+        # Buckets that are too small are captured too, from images that need more, and never replayed.
+        keep = kept.sum(dim=1).clamp(max=most) if self.room.fewest < most else most
+        return Tokens(stage).top(kept.float(), keep, most)[1]
 
     def choose_cells(self, stage: Stage, canvas: Canvas) -> Cells | None:
         """Returns the cells that the stage computes; None for all cells, or while nothing is known about them."""
@@ -296,7 +300,7 @@ class SparseRun(MethodRun):
             kept = ~excluded | self.covering(stage, ~excluded)
         else:
             kept = (~excluded).index_fill_(1, self.grid_anchors(stage, detail.device), True)
-        return Cells(excluded, kept, kept.sum(dim=1))
+        return Cells(excluded, kept)
 
     def below_threshold(self, detail: Tensor, left_out: Tensor, stage: Stage) -> Tensor:
         tau = float(self.settings.tau)
@@ -325,7 +329,7 @@ class SparseRun(MethodRun):
             anchors.scatter_(1, topk_indices_sorted(score, budget - spare), True)
         least = detail.masked_fill(~chosen, torch.inf).amin(dim=1, keepdim=True)
         excluded = torch.where(anchors, left_out | (detail < least), ~chosen)
-        return Cells(excluded, chosen | anchors, torch.full((len(chosen),), budget, device=chosen.device))
+        return Cells(excluded, chosen | anchors)
 
     @property
     def by_content(self) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..stage import Stage, Tokens, resize_area, topk_indices_sorted
+from ..stage import resize_area, topk_indices_sorted
 from .token_ops import pick
 
 Size = tuple[int, int]
@@ -38,18 +38,11 @@ class GridMap:
         return F.interpolate(grid, size=size, mode=mode).permute(0, 2, 3, 1).flatten(1, 2)
 
 
-@dataclass(frozen=True, slots=True)
-class Cells:
+class Cells(NamedTuple):
     """The cells of a stage that are computed, and those that are left out."""
 
     excluded: Tensor  # [B, cells], of little detail; anchors among them are computed all the same
     kept: Tensor  # [B, cells]
-    counts: Tensor  # [B], of kept cells
-
-    def tokens(self, stage: Stage, num_tokens: int, ragged: bool) -> Tokens:
-        """Returns the kept tokens of every image in raster order, padded to `num_tokens`."""
-        # Buckets that are too small are captured too, from images that need more, and never replayed.
-        return Tokens(stage).top(self.kept.float(), self.counts.clamp(max=num_tokens) if ragged else num_tokens, num_tokens)[1]
 
 
 # --- detail

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..errors import SettingError
-from ..io import regular, write_text
+from ..io import write_text
+from ..serialization import from_plain, read_json
 from ..validation import is_int, is_positive_fraction, require
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ ADVICE = (
 )
 
 
-class RankRow(NamedTuple):
+@dataclass(frozen=True, order=True)
+class RankRow:
     """The ratios of a stage of this number of cells, one per group of blocks, that hold the share `alpha` of its energy."""
 
     alpha: float
@@ -42,15 +44,14 @@ class RankTable:
     dim: int
     rows: tuple[RankRow, ...]
     sides: tuple[int, ...] | None = None  # stages of the model, where models for other sizes have weights of their own
+    about: dict[str, Any] = field(default_factory=dict, compare=False)  # how it was measured
 
     def __post_init__(self) -> None:
-        require(self.rows, "rows", "a list of at least one row", self.rows)
-        require(all(is_int(size, 1) for size in (self.depth, self.dim)), "depth and dim", "integers from 1", (self.depth, self.dim))
         for row in self.rows:
-            good = is_positive_fraction(row.alpha) and is_int(row.cells, 1) and row.ratios and all(map(is_positive_fraction, row.ratios))
+            good = is_int(row.cells, 1) and row.ratios and all(map(is_positive_fraction, (row.alpha, *row.ratios)))
             require(good, "rows", "alpha and ratios above 0 and up to 1, and cells", row)
-        same = len({len(row.ratios) for row in self.rows}) == 1 and len({row[:2] for row in self.rows}) == len(self.rows)
-        require(same, "rows", "rows with as many ratios each, and every alpha and number of cells once", self)
+        same = len({len(row.ratios) for row in self.rows}) == 1 and len({(row.alpha, row.cells) for row in self.rows}) == len(self.rows)
+        require(same, "rows", "rows with as many ratios each, and every alpha and number of cells once", self.rows)
 
     def __repr__(self) -> str:
         return f"ranks of {self.family} with {self.depth} blocks of {self.dim} channels, {self.groups} groups"
@@ -84,24 +85,15 @@ def rank_file(weights: Path) -> Path:
     return weights.with_name(f"{weights.stem if weights.is_file() else weights.name}{SUFFIX}")
 
 
-def write_rank_table(table: RankTable, target: Path, about: dict[str, Any] | None = None) -> None:
-    """Writes a table. `about` says how it was measured, for readers of the file."""
-    rows = [json.dumps(row._asdict()) for row in table.rows]
-    head = {key: value for key, value in asdict(table).items() if key not in ("rows", "sides")} | {"about": about or {}}
-    write_text(json.dumps(head)[:-1] + ', "rows": [\n' + ",\n".join(rows) + "\n]}\n", target)
+def write_rank_table(table: RankTable, target: Path) -> None:
+    write_text(json.dumps(asdict(table)) + "\n", target)
 
 
 def read_rank_table(path: Path) -> RankTable:
     try:
-        return table_of(json.loads(regular(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, SettingError) as error:
+        return from_plain(RankTable, read_json(path), "table")
+    except ValueError as error:
         raise SettingError(f"ranks {path} cannot be read ({error}): write it again with `nextscale calibrate stagevar`.") from error
-
-
-def table_of(found: Any) -> RankTable:
-    rows = sorted(RankRow(float(row["alpha"]), row["cells"], tuple(map(float, row["ratios"]))) for row in found["rows"])
-    sides = found.get("sides")
-    return RankTable(str(found["family"]), found["depth"], found["dim"], tuple(rows), sides and tuple(sides))
 
 
 # --- the table of a model
@@ -110,8 +102,8 @@ def table_of(found: Any) -> RankTable:
 @cache
 def published_tables() -> dict[str, RankTable]:
     """Returns the published ratios by family, each of the model that it was measured of."""
-    tables = json.loads(files(__package__).joinpath("ranks.json").read_text())["tables"]
-    return {table["family"]: table_of(table) for table in tables}
+    found = json.loads(files(__package__).joinpath("ranks.json").read_text())["tables"]
+    return {table.family: table for table in from_plain(tuple[RankTable, ...], found, "tables")}
 
 
 def published_table(model: NextScaleModel) -> RankTable | None:

@@ -36,7 +36,7 @@ def create_app(service: Service) -> FastAPI:
     page = (STUDIO / "index.html").read_text(encoding="utf-8").replace('"/studio/', f'"{settings.root_path}/studio/')
     policy = content_security(page)
 
-    app.add_middleware(Gate, settings=settings, watcher=metrics)
+    app.add_middleware(Gate, settings=settings, metrics=metrics)
     if settings.cors_origins:  # outside the gate, so that pages can read its refusals too
         app.add_middleware(
             CORSMiddleware,
@@ -78,8 +78,7 @@ def create_app(service: Service) -> FastAPI:
     async def read_metrics() -> Response:
         return Response(await run_in_threadpool(metrics.text), media_type="text/plain; version=0.0.4")
 
-    @app.head("/", include_in_schema=False)
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def studio() -> HTMLResponse:
         return HTMLResponse(page, headers={"content-security-policy": policy})
 

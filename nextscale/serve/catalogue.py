@@ -157,8 +157,7 @@ class Catalogue:
             guided = served.guided(schedule, guidance)
         if negative is not None and not guided.needs_both:
             raise refused("negative_prompt", "negative_prompt needs guidance: without it the second cfg branch does not run")
-        method = self._method(served, request, schedule, guided)
-        plans = served.plans(method, schedule, guided, "method" if request.stop_after_stage is None else "stop_after_stage")
+        method, plans = self._method(served, request, schedule, guided)
         if request.partial_images and not request.stream:
             raise refused("partial_images", "partial_images must be left out without stream=true")
         partial = spread([stage for stage, plan in enumerate(plans) if not plan.skip], request.partial_images or 0)
@@ -180,19 +179,21 @@ class Catalogue:
                 param = "prompt"
         return as_api_error(error, param)
 
-    def _method(self, served: Served, request: ImageRequest, schedule: Schedule, guided: ResolvedGuidance) -> Method:
+    def _method(self, served: Served, request: ImageRequest, schedule: Schedule, guided: ResolvedGuidance) -> tuple[Method, Sequence[Any]]:
+        """Returns the method of a request and its plans."""
         method = self._default if request.method is None else parse_method(request.method)
         with about("method"):
             method = served.pipeline.settled(method, schedule)  # for one image: `auto` must not depend on who shares the batch
         if isinstance(method, CoDe):
             raise refused("method", f"method must run one model; got {method.label}, which runs a second one beside {served.name}")
-        served.plans(method, schedule, guided, "method")
-        if request.stop_after_stage is None:
-            return method
-        left = len(schedule) - 1 - request.stop_after_stage
+        plans, last = served.plans(method, schedule, guided, "method"), len(schedule) - 1
+        left = 0 if request.stop_after_stage is None else last - request.stop_after_stage
         if left < 0:
-            raise refused("stop_after_stage", f"stop_after_stage must be 0 to {len(schedule) - 1}; got {request.stop_after_stage}")
-        return Combined((method, SkipStages(left))) if left else method
+            raise refused("stop_after_stage", f"stop_after_stage must be 0 to {last}; got {request.stop_after_stage}")
+        if left:
+            method = Combined((method, SkipStages(left)))
+            plans = served.plans(method, schedule, guided, "stop_after_stage")
+        return method, plans
 
 
 @contextmanager

@@ -9,12 +9,12 @@ import logging
 import re
 import secrets
 import time
-from typing import Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, as_api_error
+from .metrics import ServeMetrics
 from .settings import ServeSettings, host_of
 
 log = logging.getLogger(__name__)
@@ -28,14 +28,6 @@ HEADERS = {
     "x-frame-options": "DENY",
     "cross-origin-resource-policy": "same-origin",
 }
-
-
-class Watcher(Protocol):
-    """Counts requests."""
-
-    def request_began(self, path: str) -> None: ...
-
-    def request_ended(self, path: str, status: int, seconds: float) -> None: ...
 
 
 class Keys:
@@ -56,8 +48,8 @@ class Keys:
 class Gate:
     """Middleware that checks requests, gives every answer an id and turns exceptions into error objects. Preflights do not pass it."""
 
-    def __init__(self, app: ASGIApp, settings: ServeSettings, watcher: Watcher) -> None:
-        self._app, self._settings, self._watcher = app, settings, watcher
+    def __init__(self, app: ASGIApp, settings: ServeSettings, metrics: ServeMetrics) -> None:
+        self._app, self._settings, self._metrics = app, settings, metrics
         self._keys = Keys(settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,7 +70,7 @@ class Gate:
                 message["headers"] = [*message.get("headers", ()), *((name.encode(), value.encode()) for name, value in extra.items())]
             await send(message)
 
-        self._watcher.request_began(path)
+        self._metrics.request_began(path)
         try:
             self._check(scope["method"], path, Headers(scope=scope))
             await self._app(scope, self._limited(path, receive), answer)
@@ -92,7 +84,7 @@ class Gate:
         finally:
             seconds = time.monotonic() - begun
             log.info("%s %s %r %d %.0f ms", request_id, scope["method"], scope["path"], status, 1000 * seconds)
-            self._watcher.request_ended(path, status, seconds)
+            self._metrics.request_ended(path, status, seconds)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
         """Raises ApiError for a refused request. path: from the scope, since request.url may be built from the Host header."""

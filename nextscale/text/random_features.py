@@ -1,4 +1,4 @@
-"""Features without an encoder, for tests and for measurements of speed."""
+"""Features without an encoder, for tests and speed measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .features import TextFeatures
 
 
 class RandomEncoder:
-    """Normally distributed features that follow from the prompt alone: the same in every process and on every device.
+    """Normally distributed features that depend on the prompt alone: the same in every process and on every device.
 
     A prompt has one token per word and an end token. With `tokens` its rows are padded to that many on the right, the padding has features
     too, and `mask` marks the real tokens; tokens beyond that number are left out. With `pooled` there is one vector per prompt as well, and
@@ -23,9 +23,9 @@ class RandomEncoder:
 
     def __init__(self, channels: int, *, tokens: int | None = None, pooled: bool = False, device: torch.device | str = "cpu") -> None:
         if channels < 1:
-            raise SettingError(f"channels is {channels}; expected 1 or more")
+            raise SettingError(f"channels must be an int of at least 1; got {channels}.")
         if tokens is not None and tokens < 1:
-            raise SettingError(f"tokens is {tokens}; expected 1 or more, or None for rows without padding")
+            raise SettingError(f"tokens must be an int of at least 1, or None for rows without padding; got {tokens}.")
         self.channels = channels
         self.tokens = tokens
         self.pooled = pooled

@@ -127,9 +127,9 @@ class WordEncoderConfig:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not is_int(value, least=1):
-                raise SettingError(f"{name} of a word encoder is {value!r}; expected a whole number of at least 1")
+                raise SettingError(f"{name} of a word encoder must be an int of at least 1; got {value!r}.")
         if self.width % self.heads:
-            raise SettingError(f"a word encoder of width {self.width} has {self.heads} heads; expected a divisor of the width")
+            raise SettingError(f"heads of a word encoder must divide its width {self.width}; got {self.heads}.")
 
 
 class Layer(nn.Module):

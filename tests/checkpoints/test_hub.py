@@ -113,9 +113,11 @@ def test_load_fetches_what_is_missing_says_so_and_asks_for_nothing_else(known: H
 
 
 def test_the_cache_is_laid_out_as_the_hub_lays_it_out(known: Hub, cache: Path) -> None:
-    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub import scan_cache_dir, try_to_load_from_cache
 
     nextscale.load(SPEC.name, device="cpu")
+    scanned = scan_cache_dir(cache)
+    assert {repo.repo_id for repo in scanned.repos} == {"lab/tiny", "lab/tokens"} and not scanned.warnings
     found = try_to_load_from_cache("lab/tiny", "tiny_var.pth")
     assert found == str(cache / "models--lab--tiny" / "snapshots" / COMMIT / "tiny_var.pth") and Path(found).is_symlink()
     assert (cache / "models--lab--tiny" / "refs" / "main").read_text() == COMMIT

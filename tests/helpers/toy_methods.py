@@ -204,4 +204,4 @@ class PlantedRun(SparseRun):
             order = order.index_fill(0, self.grid_anchors(stage, device), -1)
         counts = (torch.linspace(0.2, 1, self.setup.batch, device=device) * stage.cells).round().long().clamp(min=1)
         kept = order.argsort(stable=True).argsort() < counts[:, None]  # [B, cells]
-        return Cells(~kept, kept, counts)
+        return Cells(~kept, kept)

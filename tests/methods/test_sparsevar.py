@@ -114,7 +114,7 @@ def watched(family: str, method: Method | None = None, images: int = 3, **option
         cells = None if preview.done.skipped else run.cells
         size = preview.done.stage.size
         excluded = None if cells is None else cells.excluded.clone().unflatten(1, size)
-        counts = None if cells is None else cells.counts.tolist()
+        counts = None if cells is None else cells.kept.sum(dim=1).tolist()
         propagates = cells is not None and run.alpha is not None and preview.done.tokens.index is not None
         seen.append(Seen(preview.done, excluded, counts, preview.done.tokens if propagates else None))
 
@@ -1334,7 +1334,7 @@ def test_the_compute_mask_counts_spans_inside_reduced_stages(family: str) -> Non
     mask, sparse = output.compute_mask[-1].flatten(1), method.runs[-1].runs[0].cells
     assert (mask[sparse.kept] >= 1 / 3 - 1e-6).all()
     assert (mask[~sparse.kept] == 0).all()
-    expected = [(count + 2 * ((count + 1) // 2)) / 3 for count in sparse.counts.tolist()]
+    expected = [(count + 2 * ((count + 1) // 2)) / 3 for count in sparse.kept.sum(dim=1).tolist()]
     assert mask.sum(dim=1).tolist() == pytest.approx(expected)
     assert all(torch.equal(a, b) for a, b in zip(output.codes, generated(family, method=method.method).codes, strict=True))
 
@@ -1384,7 +1384,7 @@ def test_any_map_keeps_the_promises(
         if plan.num_tokens is None:
             assert tokens.index is None
         else:
-            counts = run.cells.counts.tolist()
+            counts = run.cells.kept.sum(dim=1).tolist()
             assert plan.num_tokens == max(counts) and 1 <= min(counts) < stage.cells
             assert (tokens.count is None) <= (min(counts) == max(counts))
             assert torch.equal(tokens.unpack(x)[..., 0].long(), tokens.index)

@@ -955,7 +955,7 @@ OWN = RankTable("var", 3, 64, tuple(RankRow(0.9, cells, (0.1, 0.2, 0.3)) for cel
 
 def test_a_table_is_written_and_read_again(tmp_path: Path) -> None:
     file = tmp_path / "own.json"
-    write_rank_table(OWN, file, {"images": 2})
+    write_rank_table(replace(OWN, about={"images": 2}), file)
     assert read_rank_table(file) == OWN and os.listdir(tmp_path) == ["own.json"]
     for ranks in (file, str(file), OWN):
         method = StageVAR(alphas={3: 0.9}, ranks=ranks)  # type: ignore[arg-type]
@@ -972,13 +972,13 @@ def test_a_table_is_written_and_read_again(tmp_path: Path) -> None:
         ("", "cannot be read"),
         ("[" * 100_000, "cannot be read"),
         ("[]", "cannot be read"),
-        ('{"family": 3, "depth": 3, "dim": 64, "rows": []}', "rows"),
+        ('{"family": 3, "depth": 3, "dim": 64, "rows": []}', "family must be str; got 3"),
         ('{"family": "var", "depth": 0, "dim": 64, "rows": []}', "ranks"),
         ('{"family": "var", "depth": 3, "dim": "64", "rows": []}', "ranks"),
         ('{"family": "var", "depth": 3, "dim": 64, "rows": []}', "rows must be"),
         ('{"family": "var", "depth": 3, "dim": 64, "rows": [7]}', "cannot be read"),
         ('{"family": "var", "depth": 3, "dim": 64, "rows": [{"alpha": 0.9, "cells": 4, "ratios": [0.1, 1.5]}]}', "rows must be.*1.5"),
-        ('{"family": "var", "depth": 3, "dim": 64, "rows": [{"alpha": 0.9, "cells": 4, "ratios": [NaN]}]}', "rows must be"),
+        ('{"family": "var", "depth": 3, "dim": 64, "rows": [{"alpha": 0.9, "cells": 4, "ratios": [NaN]}]}', "NaN is not a number"),
         ('{"family": "var", "depth": 3, "dim": 64, "rows": [{"alpha": 0.9, "cells": 0, "ratios": [0.1]}]}', "rows must be"),
         (
             '{"family": "var", "depth": 3, "dim": 64, "rows": [{"alpha": 0.9, "cells": 4, "ratios": [0.1]},'

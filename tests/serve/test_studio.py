@@ -168,7 +168,7 @@ def test_a_stopped_image_stops_the_server(page: Any, server: Live, pipe: Steered
     while server.service.metrics.open_requests._value.get():
         Event().wait(0.005)
     pipe.go.set()
-    assert server.service._batcher is not None and server.service._batcher._waiting.wait_empty(SECONDS)
+    assert server.service._batcher is not None and server.service._batcher._queue.wait_empty(SECONDS)
     assert pipe.stages == [0, 1, 2]
     pipe.open()
 
@@ -359,3 +359,17 @@ def test_errors_of_the_server_are_shown(page: Any) -> None:
     page.click("text=Generate >> nth=1")
     page.wait_for_selector(".error")
     assert "unknown method 'warp'" in page.inner_text(".error")
+
+
+def test_it_works_under_the_path_of_a_proxy(browser: Any, pipe: Steered) -> None:
+    pipe.open()
+    with live({"nano": pipe}, root_path="/images") as server:
+        page = browser.new_page()
+        refused: list[str] = []
+        page.on("response", lambda response: refused.append(response.url) if response.status >= 400 else None)
+        page.goto(f"{server.url}/images/")
+        page.select_option("#size", SIZE)
+        page.fill("#prompt", "a red apple")
+        generated(page)
+        page.close()
+    assert not refused

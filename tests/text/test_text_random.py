@@ -88,5 +88,5 @@ def test_prompts_refused(prompts: object) -> None:
 
 @pytest.mark.parametrize("setting", [{"channels": 0}, {"channels": 4, "tokens": 0}])
 def test_settings_refused(setting: dict[str, int]) -> None:
-    with pytest.raises(SettingError, match=f"{list(setting)[-1]} is 0"):
+    with pytest.raises(SettingError, match=f"{list(setting)[-1]} must .*; got 0"):
         RandomEncoder(**setting)  # type: ignore[arg-type]

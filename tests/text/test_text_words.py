@@ -98,7 +98,7 @@ def test_vocabularies_that_cannot_work_are_refused(entries: tuple[str, ...], mes
         Vocabulary(entries)
 
 
-@pytest.mark.parametrize(("setting", "message"), [({"layers": 0}, "layers"), ({"heads": 5}, "192 has 5 heads"), ({"width": "8"}, "'8'")])
+@pytest.mark.parametrize(("setting", "message"), [({"layers": 0}, "layers"), ({"heads": 5}, "width 192; got 5"), ({"width": "8"}, "'8'")])
 def test_configurations_that_cannot_work_are_refused(setting: dict[str, int], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         WordEncoderConfig(words=10, **setting)
