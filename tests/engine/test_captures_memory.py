@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
 from nextscale.engine import captures
@@ -133,22 +131,6 @@ def test_routes_need_nothing_that_others_overwrite(family: str, beside: str, tmp
         asked = {"seed": [1 + image for image in images], "method": method}
         assert_replayed(pipe, eager, picked(family, images), **asked)
         assert_replayed(pipe, eager, picked(family, range(3)), seed=7)
-
-
-class Launched(TorchDispatchMode):
-    """What is run inside, by operator and types."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds: set[tuple[str, ...]] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        self.kinds.add(kind_of(func, args, kwargs))
-        return func(*args, **kwargs or {})
-
-
-def kind_of(func: Any, *inputs: Any) -> tuple[str, ...]:
-    return str(func), *(str(one.dtype) for one in tree_leaves(inputs) if isinstance(one, torch.Tensor))
 
 
 FILLED = ([0, 0, 0, 0, 0, 1], [0, 1, 2, 2, 2, 2, 2], [2, 1, 2, 1, 1, 2, 1], [1, 1, 1, 1, 0, 1, 2], [0, 2, 0, 0, 0, 0])
