@@ -36,5 +36,5 @@ class SkipStages(Method):
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         if self.last >= len(schedule):
             raise SettingError(f"cannot skip {self.last} of {len(schedule)} stages: choose 0 to {len(schedule) - 1}")
-        skipped = {*present_stages(self.stages, schedule, "SkipStages"), *range(len(schedule) - self.last, len(schedule))}
+        skipped = {*present_stages(self.stages, schedule), *range(len(schedule) - self.last, len(schedule))}
         return tuple(StagePlan(skip=True) if stage.index in skipped else DENSE for stage in schedule)
