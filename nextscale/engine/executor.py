@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
 
 from torch import Tensor
 
 from ..device import Timer
 from ..errors import SettingError
-from ..generate import StageOutput, generate
+from ..generate import StageOutput, begin, count_tokens, run_stage
+from ..methods.method import TokenCounts
 from ..models.base import NextScaleModel, PromptInputs
 from ..request import Request
 from ..tokenizers.base import Tokenizer
@@ -57,8 +59,16 @@ class EagerExecutor:
             inputs = prompt_inputs(self._model, request)
             cond = self._model.condition_from(inputs, self._tables)
         timer.start("stage")
-        canvas = self._tokenizer.canvas(request.schedule, request.batch)
-        finite = generate(self._model, cond, canvas, request, timer, watch)
+        canvas, finite = self._tokenizer.canvas(request.schedule, request.batch), dict[int, Tensor]()
+        state = begin(self._model, cond, canvas, request, timer)
+        for stage in request.schedule:
+            counts = count_tokens(state, request, stage)
+            known = None if counts is None else tuple(counts.tolist())  # the only thing that the host reads in a stage
+            kept = None if known is None else TokenCounts(min(known), max(known), sum(known))
+            done, good = run_stage(self._model, request, state, stage, kept)
+            if good is not None:
+                finite[stage.index] = good
+            watch(replace(done, known_counts=known))
         with timer.time("decode"):
             pixels = self._tokenizer.decode(canvas.latent) if decode else canvas.latent.new_empty(request.batch, 3, 0, 0)
         return Generated(canvas.latent, pixels, finite, text_length(inputs))
