@@ -61,7 +61,8 @@ class Thin(Span):
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         on_grid, cells = tokens.on_grid(x)
-        few, kept = first_tokens(on_grid, cells, self.num_tokens(cells.num_tokens))
+        kept = first_tokens(on_grid, cells, self.num_tokens(cells.num_tokens))
+        few = on_grid[:, : kept.num_tokens]
         few, kept = torch.cat([x[:, : tokens.prefix], few], dim=1), kept.with_prefix(tokens.prefix)
         for block in blocks:
             few = block(few, kept, ctx)
@@ -78,7 +79,8 @@ class ThinAttention(Thin):
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         for block in blocks:
             attention, *others = block.sublayers(ctx)
-            few, kept = first_tokens(x, tokens, self.num_tokens(tokens.num_tokens))
+            kept = first_tokens(x, tokens, self.num_tokens(tokens.num_tokens))
+            few = x[:, : kept.num_tokens]
             x = torch.cat([few + attention(few, kept, ctx), x[:, few.shape[1] :]], dim=1)
             for sublayer in others:
                 x = x + sublayer(x, tokens, ctx)
@@ -93,7 +95,8 @@ class Project(Thin):
         return tokens * self.num_tokens(tokens) * dim
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        few, kept = first_tokens(x, tokens, self.num_tokens(tokens.num_tokens))
+        kept = first_tokens(x, tokens, self.num_tokens(tokens.num_tokens))
+        few = x[:, : kept.num_tokens]
         few = torch.bmm(torch.full((x.shape[0], few.shape[1], x.shape[1]), 1 / x.shape[1]), x)
         for block in blocks:
             few = block(few, kept, ctx)
