@@ -25,11 +25,10 @@ from .execute import execute
 from .guidance import Guidance, GuidanceLike
 from .habits import Habits
 from .methods.auto import Auto
-from .methods.code import Partners
 from .methods.method import Method
 from .methods.registry import MethodLike, resolve_method
 from .methods.selection import SelectionContext
-from .methods.strategy import split_strategy
+from .methods.strategy import Partners, split_strategy
 from .models.base import NextScaleModel
 from .output import Output, Preview, Stages
 from .planning.memory import ASSUMED_KEPT, reserved_bytes
@@ -102,7 +101,7 @@ class Pipeline(Habits):
         self.name = name
         self.method = Method()
         self.profiles = profiles
-        self.partners = Partners()  # smaller models that this one can draft for
+        self.partners = Partners()
 
     def __call__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,6 @@ from ..errors import SettingError
 from ..stage import Schedule
 from ..validation import is_int
 from .method import DENSE, Method, Plans, StagePlan
-from .stages import present_stages, stage_indices
 
 if TYPE_CHECKING:
     from ..models.base import NextScaleModel
@@ -38,3 +38,18 @@ class SkipStages(Method):
             raise SettingError(f"cannot skip {self.last} of {len(schedule)} stages: choose 0 to {len(schedule) - 1}")
         skipped = {*present_stages(self.stages, schedule, "SkipStages"), *range(len(schedule) - self.last, len(schedule))}
         return tuple(StagePlan(skip=True) if stage.index in skipped else DENSE for stage in schedule)
+
+
+def stage_indices(stages: Sequence[int]) -> tuple[int, ...]:
+    """Returns checked stage indices in order, each once."""
+    if isinstance(stages, str) or not isinstance(stages, Sequence) or not all(is_int(stage) for stage in stages):
+        raise SettingError(f"stages is a tuple of stage indices, 0 or more; got {stages!r}")
+    return tuple(sorted({int(stage) for stage in stages}))
+
+
+def present_stages(stages: Sequence[int], schedule: Schedule, method: str) -> Sequence[int]:
+    """Returns these stage indices; raises SettingError if the schedule does not have them."""
+    absent = [stage for stage in stages if stage >= len(schedule)]
+    if absent:
+        raise SettingError(f"{method}: there is no stage {absent[0]}; this schedule has stages 0 to {len(schedule) - 1}")
+    return stages

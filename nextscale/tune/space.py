@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..guidance import CfgBranch
+from ..methods.registry import method_class, method_names
 from .candidate import Candidate
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0.0)  # of the cells besides the anchors that SparseVAR runs
@@ -25,28 +26,15 @@ LEFT_OUT = 3  # stages before the last one that are left out in combinations
 MAX_LEFT_OUT = 5  # of which steps may leave out any
 PROBED_RUNGS = 3  # settings of another method that are tried alone
 
-LADDERS: Mapping[str, tuple[str, ...]] = {
-    "fastvar": ("ratios={LAST: 0.4}", "ratios={LAST: 0.6}", "ratios={BEFORE: 0.4, LAST: 0.6}", "ratios={BEFORE: 0.6, LAST: 0.75}"),
-    "stagevar": (
-        "alphas={LAST: 0.96},ranks=0.2,guidance_off=999",
-        "alphas={LAST: 0.96},ranks=0.05,guidance_off=999",
-        "alphas={LAST: 0.96},ranks=0.02,guidance_off=999",
-        "alphas={LAST: 0.96},guidance_off=999",  # the model's own ranks, where it has a table
-        "alphas={BEFORE: 0.96, LAST: 0.96},ranks=0.02,guidance_off=999",
-    ),
-    "tome": ("ratio=0.3,stages=[LAST]", "ratio=0.5,stages=[LAST]", "ratio=0.5", "ratio=0.75"),
-    "skipvar": ("models=0.88", "models=0.86", "models=0.84"),
-}
-"""Other methods that the search tries, mild settings before bold ones. LAST is the index of the last stage, BEFORE that of the one
-before it. ScaleKV saves memory and no time, and CoDe needs a second model: neither is here."""
-
 
 def ladders(stages: int) -> dict[str, tuple[str, ...]]:
-    """Returns the other methods by name, each as the command line takes them."""
+    """Returns the settings of other methods that the search tries, by name, each as the command line takes them."""
     last, before = str(stages - 1), str(stages - 2)
+    steps = {name: method_class(name).tune_steps for name in method_names()}
     return {
-        name: tuple(f"{name}:{settings.replace('LAST', last).replace('BEFORE', before)}" for settings in steps)
-        for name, steps in LADDERS.items()
+        name: tuple(f"{name}:{settings.replace('LAST', last).replace('BEFORE', before)}" for settings in chosen)
+        for name, chosen in steps.items()
+        if chosen
     }
 
 

@@ -25,7 +25,7 @@ from nextscale.tune.log import TrialLog
 from nextscale.tune.predict import Predictor, fitted, interpolated
 from nextscale.tune.prompts import own_prompts
 from nextscale.tune.search import Search, behind
-from nextscale.tune.space import LADDERS, SHARES, Space, adjacent, ladders, probed
+from nextscale.tune.space import SHARES, Space, adjacent, ladders, probed
 from nextscale.tune.trials import Bench
 from nextscale.tune.validate import validate
 from tests.helpers import tiny
@@ -296,7 +296,7 @@ def test_a_real_search_and_its_validation_on_every_backbone(family: str, tmp_pat
     winners, search = searched(bench, TrialLog.open(tmp_path / "x.trials.jsonl", {}), seconds=1e-3)
     assert all(trial.error is None or "Error" in trial.error for trial in search.seen.values())
     peers = {search.tried[text].peer_name: trial for (text, _, _), trial in search.seen.items() if trial.error is None}
-    assert set(peers) - {""} == set(LADDERS)
+    assert set(peers) - {""} == set(ladders(4))
     told: list[str] = []
     held_out = own_prompts(bench.pipeline, 6)[4:]
     profile = validate_faster(bench, [*winners[:3], "skip:last=1"], held_out, lambda what, share: told.append(what))
