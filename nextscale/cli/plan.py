@@ -77,16 +77,16 @@ def forecast(
     spec: ModelSpec, model: NextScaleModel, tokenizer: Tokenizer, method: Method, workload: Workload, keep_ratio: float, text_encoder: int
 ) -> dict[str, Any]:
     """Returns what the command prints, as plain values. `text_encoder`: bytes of its weights."""
-    from ..generate import check_cache
     from ..methods.method import DENSE, Plans
     from ..methods.strategy import Strategy
     from ..planning.cost import request_cost
-    from ..planning.memory import ASSUMED_KEPT, request_memory, reserved_bytes, reserved_cache
+    from ..planning.memory import request_memory, reserved_bytes, reserved_cache
+    from ..request import check_cache
 
     schedule, rows, name = workload.schedule, workload.images * (2 if workload.guided else 1), spec.name
     check_cache(model, method)
     plans = method.forecast(model, schedule, workload.guided, keep_ratio)
-    reserved = method.forecast(model, schedule, workload.guided, max(keep_ratio, ASSUMED_KEPT))
+    reserved = method.forecast(model, schedule, workload.guided)
     parts: list[tuple[NextScaleModel, Plans, Plans]] = [(model, plans, reserved)]  # models that run one after the other
     dense, planned = request_cost(model, workload), request_cost(model, workload, plans)
     peak, dense_peak = request_memory(model, tokenizer, workload, reserved), request_memory(model, tokenizer, workload)

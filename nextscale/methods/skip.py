@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import SettingError
 from ..stage import Schedule
-from ..validation import is_int
+from ..validation import is_int, require, require_stages
 from .method import DENSE, Method, Plans, StagePlan
 
 if TYPE_CHECKING:
@@ -36,20 +36,18 @@ class SkipStages(Method):
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         if self.last >= len(schedule):
             raise SettingError(f"cannot skip {self.last} of {len(schedule)} stages: choose 0 to {len(schedule) - 1}")
-        skipped = {*present_stages(self.stages, schedule, "SkipStages"), *range(len(schedule) - self.last, len(schedule))}
+        skipped = {*present_stages(self.stages, schedule), *range(len(schedule) - self.last, len(schedule))}
         return tuple(StagePlan(skip=True) if stage.index in skipped else DENSE for stage in schedule)
 
 
 def stage_indices(stages: Sequence[int]) -> tuple[int, ...]:
     """Returns checked stage indices in order, each once."""
-    if isinstance(stages, str) or not isinstance(stages, Sequence) or not all(is_int(stage) for stage in stages):
-        raise SettingError(f"stages is a tuple of stage indices, 0 or more; got {stages!r}")
+    good = isinstance(stages, Sequence) and all(map(is_int, stages))
+    require(good, "stages", "a tuple of stage indices from 0", stages)
     return tuple(sorted({int(stage) for stage in stages}))
 
 
-def present_stages(stages: Sequence[int], schedule: Schedule, method: str) -> Sequence[int]:
+def present_stages(stages: Sequence[int], schedule: Schedule) -> Sequence[int]:
     """Returns these stage indices; raises SettingError if the schedule does not have them."""
-    absent = [stage for stage in stages if stage >= len(schedule)]
-    if absent:
-        raise SettingError(f"{method}: there is no stage {absent[0]}; this schedule has stages 0 to {len(schedule) - 1}")
+    require_stages("stages", stages, len(schedule))
     return stages

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import NextscaleError, PromptError, SettingError, UnknownModel
-from ..generate import check_plans
 from ..guidance import ResolvedGuidance, resolve_guidance
 from ..methods.combine import Combined
 from ..methods.method import Method
@@ -19,8 +18,7 @@ from ..methods.skip import SkipStages
 from ..methods.strategy import Strategy
 from ..pipeline import Pipeline
 from ..planning.memory import ASSUMED_KEPT
-from ..request import image_seeds
-from ..resolve import resolve_sampling
+from ..request import check_plans, image_seeds, resolve_sampling
 from ..schedules import InfinitySchedules
 from ..stage import Schedule
 from ..text.prompts import ClassReader

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageFont
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from nextscale import Schedule
-from nextscale.cli import app, parse
 from nextscale.cli import compare as command
+from nextscale.cli import parse
 from nextscale.cli.compare import ON_CPU, PROMPTS, PUBLISHED, show_comparison, with_range
 from nextscale.cli.show import FONT_SIZE, MARGIN, compared, darkened, wrapped
 from nextscale.eval.compare import Comparison
@@ -28,6 +28,7 @@ from nextscale.methods import resolve_method
 from nextscale_research.quality.frontier import frontier_svg
 from tests.eval import test_compare as comparing
 from tests.helpers import tiny
+from tests.helpers.cli import run_cli
 from tests.helpers.tiny_profiles import FAST, NEAR, POINTS, point, profile_of
 
 SPEC = tiny.SPECS["infinity"]
@@ -53,7 +54,7 @@ def tiny_pipeline(*_: Any, **__: Any) -> Any:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["compare", *map(str, arguments)], catch_exceptions=False)
+    return run_cli("compare", *arguments)
 
 
 def refusal(*arguments: object) -> str:

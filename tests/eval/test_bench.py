@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from nextscale.cli import app
 from nextscale.errors import SettingError
 from nextscale.eval import bench as runners
 from nextscale.eval.bench import Runner, Timed, bench, choose_engines, own_captures, request_prompts
@@ -23,6 +21,7 @@ from nextscale.methods import Method, MethodRun, RunSetup, resolve_method
 from nextscale.pipeline import Pipeline
 from nextscale.stage import Schedule
 from tests.conftest import PROJECT
+from tests.helpers.cli import run_cli
 from tests.helpers.tiny import FAMILIES, OneSchedule, infinity_spec, shared_pipeline
 
 CPU = torch.device("cpu")
@@ -144,7 +143,7 @@ def test_engines_by_name() -> None:
 
 
 def run(arguments: Sequence[str], code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["bench", *arguments])
+    result = run_cli("bench", *arguments, catch=True)
     assert result.exit_code == code, result.output
     return result.output
 

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from nextscale.cli import app
 from nextscale.cli.options import ModelOptions
 from nextscale.loading import presets
 from nextscale.methods.stagevar_ranks import read_rank_table
 from tests.helpers import tiny
+from tests.helpers.cli import run_cli
 
 WIDE = "1,2,4,8,12,14"
 
@@ -30,7 +30,7 @@ def calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
     def run(*arguments: object) -> Result:
         method, *rest = map(str, arguments)
-        return CliRunner(env={"COLUMNS": "300"}).invoke(app, ["calibrate", method, *rest, *shared])
+        return run_cli("calibrate", method, *rest, *shared, columns=300, catch=True)
 
     return run
 

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from nextscale.cli import app
 from nextscale.eval.folders import ImageFolder
 from nextscale.metrics import Lpips
 from nextscale.metrics.pixels import psnr
+from tests.helpers.cli import run_cli
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
+    return run_cli("evaluate", *arguments, catch=True)
 
 
 def picture_folder(folder: Path, count: int, seed: int = 0, side: int = 40) -> ImageFolder:

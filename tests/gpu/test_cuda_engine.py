@@ -262,7 +262,6 @@ def test_images_that_keep_more_tokens_start_anew_with_more_room() -> None:
     assert ours.report.engine == "graphs" and small.graphs > 1
     assert shown == list(range(len(ours.report.stages)))
     torch.testing.assert_close(ours.pixels, eager(pipe)(prompt, seed=3, method=method).pixels, rtol=1e-2, atol=1e-2)
-    assert [key.kept for key in pipe.captures._captures] == [1.0]
 
 
 def test_captures_can_be_made_again_after_they_were_cleared_and_after_one_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,6 @@ def test_the_second_request_of_a_kind_is_captured(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fewer_images_run_in_a_padded_batch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nextscale.resolve.ASSUMED_KEPT", 1.0)  # graphs have room for all tokens
     pipe = random_pipeline(SPECS[family], device="cuda")
     for method in (Method(), SPARSE, ToMe(random=True)):
         pipe.warmup(prompts(family, 3), method=method)

@@ -85,7 +85,7 @@ def test_restore_tokens(grid: tuple[int, int], channels: int, dtype: torch.dtype
     tokens = grid[0] * grid[1]
     index = make.selection(2, tokens, tokens * 3 // 5)
     memory, fresh = make.wide(2, MEMORY[0] * MEMORY[1], channels), make.wide(2, index.shape[1], channels)
-    for extra in ({}, {"base": make.wide(2, tokens, channels), "gain": make.rows(2, channels)}):
+    for extra in ({}, {"base": make.wide(2, tokens, channels), "gate": make.rows(2, channels)}):
         compare(kernels.restore_tokens, restore_tokens_reference, memory, MEMORY, grid, fresh, index, **extra)
 
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from nextscale import FastVAR, Method, Pipeline, SparseVAR, StagePlan, StageVAR, kernels
 from nextscale.cache import LayerCache, StageMemory
-from nextscale.cache.attention import unit_queries, unit_vectors
+from nextscale.cache.attention import attend, unit_queries, unit_vectors
 from nextscale.guidance import ConstantGuidance, Guidance
 from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import ModelSpec
 from nextscale.methods import Plans
 from nextscale.methods.token_ops import distance_from_mean, row_mean
-from nextscale.models import NextScaleModel, VarConfig, attention
+from nextscale.models import NextScaleModel, VarConfig
 from nextscale.models.blocks import Block, run_in_order
 from nextscale.models.rope import InterleavedRope
 from nextscale.sampling import ImageRng, Sampling, choose, filter_logits, sample
@@ -430,7 +430,7 @@ def attend_lengths_row_by_row(
 ) -> Tensor:
     assert not unit  # Infinity's queries are as they are
     rows = zip(q[:, None], keys[:, None], values[:, None], lengths.tolist(), strict=True)
-    return torch.cat([attention.attend(query, key[:, :end], value[:, :end], None, scale) for query, key, value, end in rows])
+    return torch.cat([attend(query, key[:, :end], value[:, :end], None, scale) for query, key, value, end in rows])
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has such attention of its own: see test_cuda_engine")
@@ -498,7 +498,7 @@ def test_restore_tokens(size: tuple[int, int], grid: tuple[int, int], added: boo
     tokens = grid[0] * grid[1]
     index = make.selection(2, tokens, tokens // 2)
     memory, fresh = make.wide(2, size[0] * size[1], 120), make.wide(2, tokens // 2, 120)
-    extra = {"base": make.wide(2, tokens, 120), "gain": make.rows(2, 120)} if added else {}
+    extra = {"base": make.wide(2, tokens, 120), "gate": make.rows(2, 120)} if added else {}
     compare(kernels.restore_tokens, restore_tokens_reference, memory, size, grid, fresh, index, **extra)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from benchmarks.cells import with_tables
 from benchmarks.observations import NOT_YET, NUMBERS, PAGE, blocks_of_page
@@ -49,6 +49,7 @@ from nextscale_research.observe.prompt import (
 from nextscale_research.observe.ranks import spread_layers
 from nextscale_research.observe.verdicts import late_stages
 from tests.helpers import tiny
+from tests.helpers.cli import run_cli
 
 GRID = Schedule([1, 2, 4])
 
@@ -429,7 +430,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     monkeypatch.setattr("nextscale.loading.load", load)
     monkeypatch.delenv("NEXTSCALE_METRICS", raising=False)
     monkeypatch.setenv("NEXTSCALE_HOME", "nowhere")
-    return lambda *arguments: CliRunner().invoke(app, ["observe", *map(str, arguments)])
+    return lambda *arguments: run_cli("observe", *arguments, program=app, catch=True)
 
 
 def test_the_command_writes_numbers_and_pictures(run: Callable[..., Result], tmp_path: Path) -> None:
@@ -467,7 +468,7 @@ def test_without_matplotlib_the_numbers_are_written(run: Callable[..., Result], 
     ("arguments", "message"),
     [
         (["-m", "tiny-var"], "no prompt"),
-        (["-m", "tiny-var", "cat"], "class 'cat'"),
+        (["-m", "tiny-var", "cat"], "'cat'"),
         (["-m", "tiny-var", "1", "--size", "99"], "no schedule generates 99x99"),
         (["-m", "tiny-var", "1", "--metrics", "absent"], "Add --details"),
         (["--plot", "absent.json"], "absent.json cannot be read"),

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from typer.testing import CliRunner
 
 from benchmarks.tables import judged_runs, quality_table
 from nextscale.checkpoints import Layout, write_weights
@@ -34,6 +33,7 @@ from nextscale_research.quality.frontier import frontier_svg, label_spots
 from nextscale_research.quality.judge import SetJudge, judge
 from nextscale_research.quality.lists import LISTS, chosen_methods
 from tests.eval.test_compare import SCHEDULE, Failing, lpips, pipeline
+from tests.helpers.cli import run_cli
 from tests.helpers.tiny import infinity_spec, with_ranks
 from tests.offline.test_prompts import shard
 
@@ -219,7 +219,7 @@ def test_numbers_in_the_frontier_do_not_hide_each_other() -> None:
 
 
 def command(*arguments: str | Path) -> tuple[int, str]:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = run_cli(*arguments, program=app, catch=True)
     return result.exit_code, result.output
 
 
@@ -262,7 +262,7 @@ def test_quality_goes_on_without_the_network_of_features(tmp_path: Path, monkeyp
     prompts, out = tmp_path / "prompts.txt", tmp_path / "results.jsonl"
     prompts.write_text("a bee\na cat\n")
     fixed = ("quality", "--prompts", prompts, "--method", "skip:last=1", "--out", out, "--device", "cpu")
-    result = CliRunner().invoke(app, [str(argument) for argument in fixed])
+    result = run_cli(*fixed, program=app, catch=True)
     assert result.exit_code == 0, result.output
     (line,) = result.stderr.splitlines()
     assert EFFICIENTNET in line and VARIABLE in line and "Fréchet" in line

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from nextscale.errors import NextscaleError, PromptError, SettingError
 from nextscale.eval.results import DENSE
@@ -26,6 +26,7 @@ from nextscale_research.suites.papers import PAPER_RUNS, Work, measured_hardware
 from nextscale_research.suites.prompts import as_lines
 from nextscale_research.suites.suite import suite_table
 from tests.conftest import PROJECT
+from tests.helpers.cli import run_cli
 
 SIDE = 8
 
@@ -425,7 +426,7 @@ def test_hours_follow_from_measured_speeds() -> None:
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [*map(str, arguments)])
+    return run_cli(*arguments, program=app, catch=True)
 
 
 def test_the_papers_tables_count_images_and_hours() -> None:

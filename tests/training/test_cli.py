@@ -12,7 +12,7 @@ import pytest
 import torch
 import typer.main
 from PIL import Image
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import nextscale
 import training.__main__ as commands
@@ -22,6 +22,7 @@ from nextscale.models import Infinity
 from nextscale.offline.prompts import CAPTIONS
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer
+from tests.helpers.cli import run_cli
 from tests.training.test_data import lines, picture, shard
 from training.__main__ import app
 from training.model_settings import ModelTraining
@@ -38,7 +39,7 @@ CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 def run(*arguments: object) -> Result:
     words = [str(argument) for argument in arguments]
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, words, catch_exceptions=False, prog_name="python -m training")
+    return run_cli(*words, program=app, columns=200)
 
 
 def succeed(*arguments: object) -> Result:

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 from rich.progress import Progress
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from nextscale.cli import app
 from nextscale.cli.show import WholePercent, share_bar
 from nextscale.cli.tune import Prompts, prompts_of, read_prompts, starting_points
 from nextscale.errors import NextscaleError, PromptError, SettingError
@@ -30,6 +29,7 @@ from nextscale.tune.trials import Trial
 from nextscale_research.__main__ import app as research
 from nextscale_research.sensitivity import Sensitivities
 from tests.helpers import tiny
+from tests.helpers.cli import run_cli
 from tests.helpers.counted_bench import CountedBench, difference
 from tests.helpers.tiny_profiles import profile_of
 
@@ -69,7 +69,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object, stop_after: int = 1
 
     monkeypatch.setattr("nextscale.tune.trials.Bench", bench)
     command = ["tune", "--device", "cpu", "--batch", "2", "--out", PROFILE, *arguments]
-    return CliRunner().invoke(app, list(map(str, command))), made
+    return run_cli(*command, catch=True), made
 
 
 SEARCH = ("--prompts", "train.txt", "--test", "test.txt", "--minutes", "2")
@@ -294,12 +294,12 @@ def test_trials_are_kept_and_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(found.shares) == {1, 2, 3} and {"ToMe", "FastVAR"} <= set(found.peers)
     assert all(line == sorted(line) for line in found.unguided.values())
     assert found.foresight and len(found.predicted) > 20
-    drawn = CliRunner().invoke(research, ["sensitivity", str(kept), "--out", "s.svg"])
+    drawn = run_cli("sensitivity", kept, "--out", "s.svg", program=research, catch=True)
     assert drawn.exit_code == 0, drawn.output
     picture = Path("s.svg").read_text()
     for words in ("guidance dropped from a stage on", "stages left out", "other methods alone", "predicted and measured"):
         assert words in picture
-    refused = CliRunner().invoke(research, ["sensitivity", str(kept), "--out", "s.svg"])
+    refused = run_cli("sensitivity", kept, "--out", "s.svg", program=research, catch=True)
     assert refused.exit_code == 2 and "--force" in refused.stderr
     kept.write_text(json.dumps({"format": "of tomorrow"}) + "\n")
     with pytest.raises(NextscaleError, match="must hold trials"):

@@ -67,7 +67,7 @@ class PiToMe(Method):
             raise SettingError(f"PiToMe: {type(model).__name__} has no cross_attention; sublayers are attention and feed_forward")
         plans = [DENSE] * len(schedule)
         layers = range(len(model.blocks))
-        for stage in late_stages(self.stages, schedule, "PiToMe"):
+        for stage in late_stages(self.stages, schedule):
             if self.sublayers and share_of(schedule[stage].cells, self.ratio) > 0:
                 require_separate_sublayers(model, "PiToMe")
                 span = EnergyMergedBlocks(layers, self.ratio, self.sublayers, 0, False, self.margin, self.form)

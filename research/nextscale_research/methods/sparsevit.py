@@ -57,7 +57,7 @@ class SparseViT(Method):
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         plans = [DENSE] * len(schedule)
         span = ActiveBlocks(range(len(model.blocks)), self.ratio, self.window)
-        for stage in late_stages(self.stages, schedule, "SparseViT"):
+        for stage in late_stages(self.stages, schedule):
             if share_of(schedule[stage].cells, self.ratio) > 0:
                 require_separate_sublayers(model, "SparseViT")
                 plans[stage] = StagePlan(spans=(span,))

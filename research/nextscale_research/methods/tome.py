@@ -58,7 +58,7 @@ class ToMe(Method):
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         text = "cross_attention" not in self.sublayers or all(block.has_text for block in model.stack)
         require(text, "sublayers", f"attention and feed_forward for {type(model).__name__}, which has no cross_attention", self.sublayers)
-        stages = present_stages(range(len(schedule))[-LAST_STAGES:] if self.stages is None else self.stages, schedule, "ToMe")
+        stages = present_stages(range(len(schedule))[-LAST_STAGES:] if self.stages is None else self.stages, schedule)
         plans = [DENSE] * len(schedule)
         for stage in (schedule[index] for index in stages):
             span = MergedBlocks(range(len(model.blocks)), self.ratio, self.sublayers, block_count(stage), self.random)

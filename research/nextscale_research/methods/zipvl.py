@@ -60,7 +60,7 @@ class ZipVL(Method):
 
     def acts(self, schedule: Schedule) -> list[int]:
         """The stages at which tokens are left out."""
-        stages = late_stages(self.stages, schedule, "ZipVL")
+        stages = late_stages(self.stages, schedule)
         return [stage for stage in stages if share_of(schedule[stage].cells, self.ratio) > 0 or self.tau is not None]
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
