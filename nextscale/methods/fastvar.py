@@ -80,8 +80,6 @@ class FastVAR(Method):
     layers: tuple[int, int] | None = None
     as_released: bool = False
 
-    tune_steps = ("ratios={LAST: 0.4}", "ratios={LAST: 0.6}", "ratios={BEFORE: 0.4, LAST: 0.6}", "ratios={BEFORE: 0.6, LAST: 0.75}")
-
     def __post_init__(self) -> None:
         require_flags(self, "as_released")
         if self.as_released and (self.ratios, self.cache_stage, self.layers) != (None, None, None):

@@ -197,12 +197,9 @@ class Method:
 
     `exclusive` names what only one method of a request may change: "tokens" (runs override `select_tokens`), "cache" (runs override
     `layer_cache`), "images" (images of a batch run different stages), or "alone" (combines with no other method).
-    `tune_steps` are the settings that `nextscale tune` tries, mild before bold. LAST stands for the last stage's index, BEFORE for the one
-    before it.
     """
 
     exclusive: frozenset[str] = frozenset()
-    tune_steps: ClassVar[tuple[str, ...]] = ()
 
     def __eq__(self, other: object) -> bool:
         """All objects of this class are equal; subclasses are dataclasses and compare their settings."""

@@ -82,14 +82,6 @@ class StageVAR(Method):
     as_released: bool = False
     kept_rows: CfgBranch = "uncond"
 
-    tune_steps = (
-        "alphas={LAST: 0.96},ranks=0.2,guidance_off=999",
-        "alphas={LAST: 0.96},ranks=0.05,guidance_off=999",
-        "alphas={LAST: 0.96},ranks=0.02,guidance_off=999",
-        "alphas={LAST: 0.96},guidance_off=999",  # the model's own ranks, where it has a table
-        "alphas={BEFORE: 0.96, LAST: 0.96},ranks=0.02,guidance_off=999",
-    )
-
     def __post_init__(self) -> None:
         require_flags(self, "as_released")
         require(self.guidance_off is None or is_int(self.guidance_off), "guidance_off", "a stage index from 0", self.guidance_off)

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from nextscale.errors import NextscaleError
 from nextscale.methods.drop_guidance import DropGuidance
 from nextscale.methods.method import Method
-from nextscale.methods.registry import resolve_method
+from nextscale.methods.registry import METHODS, resolve_method
 from nextscale.methods.skip import SkipStages
 from nextscale.methods.sparsevar import SparseVAR
 from nextscale.tune.candidate import Candidate
 from nextscale.tune.log import Foresight, TrialLog
+from nextscale.tune.space import LADDERS
 from nextscale.tune.trials import Trial
 
 Line = list[tuple[float, float]]
@@ -64,7 +65,7 @@ class Sensitivities:
                 self.left_out.extend([(len(self.grids) - 1, trial.lpips)] if last == 1 else [])
             case SkipStages(last=0, stages=(stage,)):
                 self._own(self.left_out, stage, trial)
-            case _ if type(method).tune_steps:
+            case _ if type(method) in {METHODS[name] for name in LADDERS}:
                 self.peers[type(method).__name__].append((trial.cost_share, trial.lpips))
 
     def _own(self, line: Line, where: float, trial: Trial) -> None:

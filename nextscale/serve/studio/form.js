@@ -10,6 +10,8 @@ const FIELDS = { width: "size", height: "size", aspect: "size", n: "size" }; // 
 const OWN = ["prompt", "negative_prompt", "method", "size", "seed", "guidance_scale", "model"];
 const HIDDEN = ["negative_prompt", "guidance_scale", "model"]; // under "Advanced"
 
+const WIDE = matchMedia("(min-width: 800px)"); // options are always open, as in style.css
+
 /** The field of the form that an error is about; undefined if none. */
 export function fieldOf(error) {
   const field = FIELDS[error?.param] || error?.param;
@@ -20,7 +22,7 @@ export function Form({ options, settings, change, submit, busy, stop, label, err
   const model = options.models.find((one) => one.id === settings.model) || options.models[0];
   const problem = (name) => (fieldOf(error) === name ? error.message : "");
   const field = (name) => ({ ...marked(name, problem(name)), value: settings[name], onInput: (event) => change({ [name]: event.target.value }) });
-  const [open, setOpen] = useState(matchMedia("(min-width: 800px)").matches);
+  const [open, setOpen] = useState(WIDE.matches);
   const [advanced, setAdvanced] = useState(Boolean(settings.negative_prompt || settings.guidance_scale));
   const form = useRef(null);
   const resize = (size, from = model, to = model) =>
@@ -33,6 +35,11 @@ export function Form({ options, settings, change, submit, busy, stop, label, err
     event.preventDefault();
     if (!busy) submit();
   };
+  useEffect(() => {
+    const widened = () => WIDE.matches && setOpen(true);
+    WIDE.addEventListener("change", widened);
+    return () => WIDE.removeEventListener("change", widened);
+  }, []);
   useEffect(() => {
     const name = fieldOf(error);
     if (!name) return;

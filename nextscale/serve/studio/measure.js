@@ -40,7 +40,7 @@ export function ResultCard({ image, settings, references, measure, busy }) {
   return html`
     <${Figures} figures=${[
       { id: "seconds", value: seconds(image.report.total_ms), unit: "s", label: "Time" },
-      { id: "times", value: times, unit: "×", label: "Times faster", about: !best && times && "one run each" },
+      { id: "times", value: times, unit: "×", label: "Times faster", about: !best && times && "one run" },
       { id: "likeness", value: best ? "100" : like?.value, unit: best ? "%" : like?.unit, label: "Likeness", about: best ? "the reference" : like?.about },
     ]} />
     ${!best && !like && html`<button type="button" id="measure" disabled=${busy} onClick=${measure}>Measure against best quality</button>`}

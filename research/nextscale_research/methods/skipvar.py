@@ -107,7 +107,6 @@ class SkipVAR(Strategy):
     decisions: Decisions = field(init=False, repr=False)  # read once: a file that changes is another method
 
     exclusive = frozenset({"images"})
-    tune_steps = ("models=0.88", "models=0.86", "models=0.84")
 
     def __post_init__(self) -> None:
         require_flags(self, "as_released")

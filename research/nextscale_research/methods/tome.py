@@ -46,8 +46,6 @@ class ToMe(Method):
     sublayers: tuple[SublayerName, ...] = ("attention", "feed_forward")
     random: bool = False
 
-    tune_steps = ("ratio=0.3,stages=[LAST]", "ratio=0.5,stages=[LAST]", "ratio=0.5", "ratio=0.75")
-
     def __post_init__(self) -> None:
         require_flags(self, "random")
         require(is_fraction(self.ratio), "ratio", "a number from 0 to 1", self.ratio)
