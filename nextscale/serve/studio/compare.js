@@ -63,7 +63,7 @@ export function CompareView({ pair, busy }) {
       </div>
       <div class="side">
         <dl class="numbers" id="distance">
-          <dt>LPIPS</dt><dd id="lpips">${distance ? (distance.lpips ?? html`<span title=${distance.lpips_missing}>not at hand</span>`) : "…"}</dd>
+          <dt>LPIPS</dt><dd id="lpips">${distance ? (distance.lpips ?? "too small") : "…"}</dd>
           <dt>PSNR</dt><dd id="psnr">${distance ? `${distance.psnr.toFixed(2)} dB` : "…"}</dd>
           <dt>SSIM</dt><dd>${distance ? distance.ssim : "…"}</dd>
           <dt>speedup</dt><dd id="speedup">${rounds.length ? `${middle.toFixed(2)} (${low.toFixed(2)} to ${high.toFixed(2)})` : busy ? "measuring" : "not measured"}</dd>
@@ -72,7 +72,6 @@ export function CompareView({ pair, busy }) {
           <dt>seed</dt><dd>${dense.seed}</dd>
         </dl>
         ${uneven && html`<p class="facts" role="status">Rounds differ by more than a third: the machine is busy. Compare again when it is quiet.</p>`}
-        ${distance?.lpips_missing && html`<p class="facts">${distance.lpips_missing}</p>`}
       </div>
     </section>
   `;
