@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 from nextscale import Pipeline, load
-from nextscale.engine.eager import Eager
-from nextscale.engine.replay import Replay
+from nextscale import pipeline as pipeline_module
+from nextscale.engine.executor import EagerExecutor
+from nextscale.engine.replay import ReplayExecutor
 from nextscale.eval.bench import request_prompts
 from nextscale.eval.results import Row, percentiles_ms, wait
 from nextscale.loading.load import random_pipeline
 from nextscale.methods.method import Method
 from nextscale.methods.registry import resolve_method
-from nextscale.output import Checks
 
 from .results import measure, options, record
 
@@ -73,9 +73,9 @@ def watched(pipe: Pipeline) -> Iterator[Marks]:
     marks, model = Marks(), type(pipe.model)
     places = [
         (model, "prompt_inputs", "first launch", None),
-        (Eager, "decode", None, "launched"),
-        (Replay, "decode", None, "launched"),
-        (Checks, "read", "asked", "read"),
+        (EagerExecutor, "run", None, "launched"),
+        (ReplayExecutor, "run", None, "launched"),
+        (pipeline_module, "build_report", "asked", "read"),
     ]
     known = [(owner, name, getattr(owner, name)) for owner, name, _, _ in places]
     try:

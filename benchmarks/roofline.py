@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
+from nextscale.device import Timer
 from nextscale.kernels.reference import E4M3
 from nextscale.models.base import NextScaleModel
 from nextscale.models.macs import macs_per_token
 from nextscale.models.quantization import Quantize
 from nextscale.planning.cost import BlockMacs, StageCost, Workload, request_cost
-from nextscale.report import Stopwatch
 
 MATRIX_SIDE, COPIED_BYTES = 8192, 2**31  # on a GPU
 SMALL_SIDE, SMALL_BYTES = 256, 2**22  # elsewhere, where the roofline matters little
@@ -45,7 +45,7 @@ class Rates:
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
     """Median time of several runs after a few that are not timed."""
-    clock = Stopwatch(device)
+    clock = Timer(device)
     for number in range(-3, TIMED):
         clock.start("work", number)
         work()

@@ -1,9 +1,14 @@
-"""On which device a pipeline's modules lie, and in which precision."""
+"""Choice of device and dtype, the device lock, timing and memory."""
 
 from __future__ import annotations
 
+import platform
 import re
-from typing import get_args
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import RLock
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -77,3 +82,110 @@ def choose_kv_dtype(wanted: KvDtype | None) -> KvDtype | None:
     if wanted is not None and wanted not in get_args(KvDtype):
         raise SettingError(f"kv_dtype {wanted!r}: choose {', '.join(get_args(KvDtype))}, or leave it out to keep them as they are computed")
     return wanted
+
+
+# --- one caller at a time
+
+
+class DeviceLock:
+    """One caller at a time on a device, since captured graphs share their memory. A call from inside another does not wait."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+        self._depth = 0
+
+    @contextmanager
+    def held(self) -> Iterator[bool]:
+        """Waits for its turn; yields whether the same thread is inside another call already."""
+        with self._lock:
+            self._depth += 1
+            try:
+                yield self._depth > 1
+            finally:
+                self._depth -= 1
+
+
+_LOCKS: dict[torch.device, DeviceLock] = {}  # of the process, as devices are: several pipelines may share one
+
+
+def device_lock(device: torch.device) -> DeviceLock:
+    return _LOCKS.setdefault(device, DeviceLock())  # atomic, which `functools.cache` is not
+
+
+# --- time and memory
+
+
+class Timer:
+    """Times segments of a request by name and stage. On a GPU it uses events, so that measuring does not make the host wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._starts: dict[tuple[str, int], Any] = {}  # host times or device events
+        self._stops: dict[tuple[str, int], Any] = {}
+
+    def start(self, what: str, stage: int = 0) -> None:
+        self._starts[what, stage] = self._now()
+
+    def stop(self, what: str, stage: int = 0) -> None:
+        self._stops[what, stage] = self._now()
+
+    def lap(self, what: str, stage: int) -> None:
+        """Ends a segment where that of the next stage begins."""
+        self._stops[what, stage] = self._starts[what, stage + 1] = self._now()
+
+    @contextmanager
+    def time(self, what: str, stage: int = 0) -> Iterator[None]:
+        self.start(what, stage)
+        yield
+        self.stop(what, stage)
+
+    def seconds(self, what: str, stage: int = 0) -> float | None:
+        """Length of a segment; None where it was not measured."""
+        if (what, stage) not in self._stops:
+            return None
+        start, stop = self._starts[what, stage], self._stops[what, stage]
+        if self._device.type != "cuda":
+            return stop - start
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1000
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+def hardware_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
+
+
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Returns the peak memory in bytes, on the CPU that of the process; 0 if the system does not report it."""
+    if device.type == "cuda":
+        # What `max_memory_allocated` says, which puts all statistics into a sorted dictionary first.
+        return torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {}).get("peak", 0)
+    try:
+        import resource  # POSIX only
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def free_memory(device: torch.device, captured: int = 0) -> int | None:
+    """Bytes that can still be allocated, or None where the system does not tell. `captured`: kept by captured graphs, for nobody else."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - captured
+        return torch.cuda.mem_get_info(device)[0] + max(unused, 0)
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None

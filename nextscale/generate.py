@@ -14,9 +14,10 @@ from torch import Tensor
 from .cache import ComputedCells, StageMemory, Workspace
 from .cache.attention import attention_backend
 from .canvas import Canvas
-from .errors import NonFiniteLogits, SettingError
+from .device import Timer
+from .errors import NonFiniteLogits
 from .guidance import ResolvedGuidance
-from .methods.method import DENSE, Method, MethodRun, RunSetup, StagePlan, TokenCounts
+from .methods.method import DENSE, MethodRun, RunSetup, StagePlan, TokenCounts
 from .methods.token_ops import pick
 from .models.base import HeadInputs, NextScaleModel
 from .models.blocks import Block, run_in_order
@@ -61,6 +62,7 @@ class StageState:
     run: MethodRun
     ctx: ForwardContext
     canvas: Canvas
+    timer: Timer
     constants: Sequence[object] = ()  # what captured graphs must keep
     ragged: bool = False  # images have left different numbers of keys: later stages pack their rows too
     unread: tuple[Tensor | None, ...] = ()  # what the canvas showed of stages whose codes are given, until the network reads them
@@ -83,10 +85,11 @@ def generate(
     cond: Conditioning,
     canvas: Canvas,
     request: Request,
+    timer: Timer,
     watch: Callable[[StageOutput], None],
 ) -> dict[int, Tensor]:
     """Generates a batch of images on `canvas`. Returns for every stage that ran whether all its numbers are finite."""
-    state = begin(model, cond, canvas, request)
+    state = begin(model, cond, canvas, request, timer)
     finite: dict[int, Tensor] = {}
     for stage in request.schedule:
         counts = count_tokens(state, request, stage)
@@ -98,7 +101,7 @@ def generate(
     return finite
 
 
-def begin(model: NextScaleModel, cond: Conditioning, canvas: Canvas, request: Request) -> StageState:
+def begin(model: NextScaleModel, cond: Conditioning, canvas: Canvas, request: Request, timer: Timer) -> StageState:
     """Returns the state before the first stage. Raises SettingError if the method does not fit the request."""
     method, plans, rows = request.method, request.plans, cond.start.shape[0]
     setup = RunSetup(model, request.schedule, request.batch, request.method_rng, plans, rows > request.batch)
@@ -116,7 +119,7 @@ def begin(model: NextScaleModel, cond: Conditioning, canvas: Canvas, request: Re
         captured=request.captured,
         data_dependent=method.data_dependent,
     )
-    return StageState(run, ctx, canvas, setup.constants)
+    return StageState(run, ctx, canvas, timer, setup.constants)
 
 
 def count_tokens(state: StageState, request: Request, stage: Stage) -> Tensor | None:
@@ -164,7 +167,7 @@ def run_stage(
     hidden = HeadInputs(x, tokens.rows(slice(0, batch)), canvas, ctx, request)
     guided = guidance.on_logits(model.logits(x, tokens, ctx), stage, tokens.branch_size(batch))
     out, tokens, source = run.restore(request.sampling.prepare(tokens.unpack(guided), stage), hidden.tokens)
-    with request.clock.time("sampling", stage.index):
+    with state.timer.time("sampling", stage.index):
         ids, codes = model.choose(hidden, out, tokens)
     if request.revise is not None:
         codes = revised(model, request.revise, codes, tokens)
@@ -173,7 +176,7 @@ def run_stage(
     if stage.last and model.adds_residual:
         hidden = hidden if source is None else replace(hidden, x=propagated(hidden, source), tokens=tokens)
         settled = tokens.move(ids if codes.is_floating_point() else codes, hidden.tokens)
-        with request.clock.time("residual", stage.index):
+        with state.timer.time("residual", stage.index):
             residual = model.residual(hidden, settled)
         canvas.add_residual(residual, hidden.tokens)
     finite = torch.stack([all_finite(out), *hidden.finite]).all() if hidden.finite else all_finite(out)
@@ -244,24 +247,6 @@ def as_measured(plan: StagePlan, ctx: ForwardContext) -> StagePlan:
     """The plan with the numbers of tokens that its spans have found while they ran."""
     measured, ctx.measured = ctx.measured, {}
     return replace(plan, spans=tuple(measured.get(span.layers, span) for span in plan.spans)) if measured else plan
-
-
-def check_plans(plans: Sequence[StagePlan], depth: int, guidance: ResolvedGuidance) -> None:
-    """SettingError for what would otherwise be found only at its stage."""
-    for plan in plans:
-        try:
-            plan.check(depth, guidance.layers)
-        except ValueError as error:
-            raise SettingError(f"the method does not fit this request: {error}") from error
-
-
-def check_cache(model: NextScaleModel, method: Method) -> None:
-    """SettingError where the method keeps keys and values its own way and the model wants them in few bits."""
-    if model.kv_dtype is not None and "cache" in method.exclusive:
-        raise SettingError(
-            f"{method.label} keeps keys and values its own way, and this model keeps them as {model.kv_dtype}: load it without kv_dtype, or"
-            " choose another method"
-        )
 
 
 def revised(model: NextScaleModel, revise: Revise, codes: Tensor, tokens: Tokens) -> Tensor:

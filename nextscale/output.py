@@ -1,10 +1,13 @@
-"""What a call returns and what it shows on the way, made from what its stages have done."""
+"""Results of a call, previews of its stages, and their view in a notebook."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from base64 import b64encode
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
+from html import escape
+from io import BytesIO
 
 import torch
 from PIL import Image
@@ -12,14 +15,8 @@ from torch import Tensor
 
 from .canvas import Canvas
 from .generate import StageOutput
-from .io import to_pil
-from .models.base import NextScaleModel, PromptInputs
-from .notebook import output_html
-from .planning.cost import RequestCost, Workload, as_run
-from .planning.remembered import Planning
-from .report import Report, StageReport, Stopwatch
-from .request import Request
-from .stage import to_double
+from .io import encode_image, to_pil
+from .report import Report, StageReport
 from .tokenizers.base import Tokenizer
 
 
@@ -90,91 +87,44 @@ def mask_of(done: StageOutput, batch: int) -> Tensor:
     return torch.full((batch, *done.stage.size), 0.0 if done.skipped else 1.0, device=done.canvas.latent.device)
 
 
-@dataclass(frozen=True, eq=False)
-class Checks:
-    """What the host has to read of a request, still on the device: reading it waits for everything that was launched by then."""
+# --- notebooks
 
-    numbers: Tensor  # whether the stages and the latent are finite, then mean counts of tokens
-    finite: tuple[int, ...]  # stages of the first, and the last one for the latent
-    counted: tuple[int, ...]  # stages of the second
-    done_stages: Sequence[StageOutput]
-
-    @classmethod
-    def of(cls, finite: Mapping[int, Tensor], latent: Tensor, done_stages: Sequence[StageOutput]) -> Checks:
-        checks = torch.stack([*finite.values(), latent.isfinite().all()])
-        needed = {done.stage.index: to_double(done.counts).mean() for done in done_stages if done.counts is not None}
-        numbers = torch.cat([to_double(checks), *(mean[None] for mean in needed.values())])
-        return cls(numbers, (*finite, len(done_stages) - 1), tuple(needed), done_stages)
-
-    def read(self) -> tuple[list[int], list[float]]:
-        """The stages whose numbers are not all finite, and of the tokens that each stage ran the share that no image needed.
-
-        The host waits for the device here and, unless a method asks, nowhere else.
-        """
-        numbers = self.numbers.tolist()
-        failed = [stage for stage, good in zip(self.finite, numbers, strict=False) if not good]
-        means = dict(zip(self.counted, numbers[len(self.finite) :], strict=True))
-        padding = {stage: 1 - mean / self.done_stages[stage].num_tokens for stage, mean in means.items()}
-        return failed, [padding.get(done.stage.index, 0.0) for done in self.done_stages]
+MOST_IMAGES = 16
+WIDEST, STRIP_WIDTH = 256, 96  # pixels on the page
+STAGE_COLUMNS = ("stage", "cells", "tokens", "rows", "MACs", "ms")
 
 
-@dataclass(frozen=True)
-class Costs:
-    """MACs of a request."""
-
-    dense: RequestCost  # the same request in dense generation
-    spent: RequestCost  # what was run
-
-    @property
-    def share(self) -> float:
-        return self.spent.share(self.dense)
+def output_html(images: Sequence[Image.Image], strip: Sequence[Image.Image], report: Report) -> str:
+    """`strip`: the first image after each stage; empty where stages were not kept."""
+    more = f"<p>and {len(images) - MOST_IMAGES} more</p>" if len(images) > MOST_IMAGES else ""
+    seeds = report.seeds or (None,) * len(images)
+    titled = [image_tag(image, WIDEST, "" if seed is None else f"seed {seed}") for image, seed in zip(images, seeds, strict=True)]
+    stages = [image_tag(image, STRIP_WIDTH, f"stage {index}") for index, image in enumerate(strip)]
+    strip_row = f"<div>{''.join(stages)}</div>" if stages else ""
+    return f"<div><div>{''.join(titled[:MOST_IMAGES])}</div>{more}{strip_row}{report_html(report)}</div>"
 
 
-def costs_of(
-    planning: Planning, model: NextScaleModel, request: Request, inputs: PromptInputs, done_stages: Sequence[StageOutput]
-) -> Costs:
-    workload = Workload(
-        request.schedule,
-        request.batch,
-        request.guidance.needs_both,
-        0 if inputs.text is None else inputs.text.length,
-        request.sampling.refine,
-        len(request.prefix_codes),
-        model.residual_scale(request.guidance, request.schedule[-1]) != 1,
+def image_tag(image: Image.Image, width: int, title: str) -> str:
+    content = BytesIO()
+    encode_image(image, content, ".png")
+    source = b64encode(content.getvalue()).decode("ascii")
+    return f'<img src="data:image/png;base64,{source}" width="{min(width, image.width)}" title="{escape(title)}" style="margin:2px"/>'
+
+
+def report_html(report: Report) -> str:
+    height, width = report.size
+    head = (
+        f"<b>{escape(report.model)}</b>, {escape(report.method)}: {width}x{height} pixels in {report.seconds:.2f} s, "
+        f"{report.cost_share:.0%} of the MACs of dense generation; {escape(report.device)}, {report.dtype}, {report.engine}, "
+        f"peak memory {report.peak_memory / 2**30:.2f} GiB"
     )
-    plans = [as_run(model, done.stage, done.plan, done.num_tokens) for done in done_stages]
-    counts = {done.stage.index: done.known_counts for done in done_stages if done.known_counts is not None}
-    return Costs(planning.cost(workload), planning.cost(workload, plans, counts))
+    columns = "".join(f"<th>{name}</th>" for name in STAGE_COLUMNS)
+    rows = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in stage_cells(stage))}</tr>" for stage in report.stages)
+    return f"<p>{head}</p><table><thead><tr>{columns}</tr></thead><tbody>{rows}</tbody></table>"
 
 
-def stages_run(done_stages: Sequence[StageOutput], costs: Costs, request: Request) -> list[Callable[..., StageReport]]:
-    """The reports of all stages, to be given what is known when the device is done: padding and times."""
-    stages = zip(done_stages, costs.spent.stages, costs.dense.stages, strict=True)
-    return [
-        partial(
-            StageReport,
-            done.stage.index,
-            *done.stage.size,
-            skipped=done.skipped,
-            tokens=done.num_tokens,
-            computed=spent.computed,
-            rows=done.rows,
-            cfg_branches=done.rows // request.batch,
-            cost_share=spent.share(dense),
-            dense_macs=dense.total,
-        )
-        for done, spent, dense in stages
-    ]
-
-
-def stage_reports(stages: Sequence[Callable[..., StageReport]], padding: Sequence[float], clock: Stopwatch) -> tuple[StageReport, ...]:
-    """`padding`: of the tokens that each stage ran, the share that no image needed."""
-    return tuple(
-        stage(
-            padding=unneeded,
-            seconds=clock.seconds("stage", index) or 0.0,
-            sampling_seconds=clock.seconds("sampling", index),
-            residual_seconds=clock.seconds("residual", index),
-        )
-        for index, (stage, unneeded) in enumerate(zip(stages, padding, strict=True))
-    )
+def stage_cells(stage: StageReport) -> tuple[str, ...]:
+    grid = f"{stage.width}x{stage.height}"
+    if stage.skipped:
+        return str(stage.index), grid, "skipped", "0", f"{stage.cost_share:.0%}", f"{1000 * stage.seconds:.1f}"
+    return str(stage.index), grid, f"{stage.computed:.0f}", str(stage.rows), f"{stage.cost_share:.0%}", f"{1000 * stage.seconds:.1f}"

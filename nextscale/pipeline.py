@@ -2,49 +2,48 @@
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, Self, cast
 
+import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 
-from .engine import Captures, Eager, Engine, Executor, WarmUp
+from .device import Timer, check_quantize, choose_device, choose_dtype, device_lock, place, reset_peak
+from .engine import Captures, EagerExecutor, Engine, Executor, WarmUp
 from .engine.captures import graphs_run_on, obstacle
 from .engine.executor import checked_engine, checked_memory
 from .engine.memory import memory_errors, require_room
 from .engine.tables import ScheduleTables
-from .engine.turns import turn_on
-from .engine.variants import TooManyTokens
 from .errors import SettingError
-from .execute import execute
+from .generate import StageOutput
 from .guidance import Guidance, GuidanceLike
-from .habits import Habits
 from .methods.auto import Auto
-from .methods.code import Partners
 from .methods.method import Method
 from .methods.registry import MethodLike, resolve_method
 from .methods.selection import SelectionContext
-from .methods.strategy import split_strategy
+from .methods.strategy import Partners, split_strategy
 from .models.base import NextScaleModel
-from .output import Output, Preview, Stages
-from .planning.memory import ASSUMED_KEPT, reserved_bytes
+from .output import Output, Preview, Stages, mask_of
+from .planning.memory import reserved_bytes
 from .planning.remembered import Planning
 from .profiles import Profile, require_own
-from .request import Request, Revise, SeedLike, as_prompts, read_prompts, resolve_seed
-from .resolve import Call, resolve, with_room_for_all
+from .report import build_report
+from .request import Request, Revise, SeedLike, as_prompts, build_request, read_prompts, resolve_seed
 from .sampling import Sampling
 from .schedules import AspectLike, Schedules, SizeLike
 from .stage import Schedule
-from .text.prompts import PromptReader, Prompts
+from .text.prompts import PromptReader, Prompts, TextReader
 from .tokenizers.autoencoder import module_to_channels_last
 from .tokenizers.base import Tokenizer
 
-log = logging.getLogger(__name__)
+OnStage = Callable[[Preview], None]
 
 
 @dataclass(frozen=True)
@@ -54,6 +53,14 @@ class Settings:
     schedules: Schedules
     guidance: Guidance
     sampling: Sampling
+
+
+class Persistence(Protocol):
+    """Reads and writes pipelines. It lives in a higher layer, `loading`, which sets it."""
+
+    def load(self, source: str | Path, **options: Any) -> Pipeline: ...
+
+    def save(self, pipeline: Any, folder: str | Path) -> Path: ...
 
 
 class Accelerated:
@@ -69,12 +76,18 @@ class Accelerated:
         self._pipeline.method = self._previous
 
 
-class Pipeline(Habits):
+class Pipeline:
     """A model, its tokenizer and a reader of prompts. `nextscale.load` builds one from published files.
 
     It may be called from several threads. On a GPU one call runs at a time and the others wait; a call from inside `on_stage` runs
     eagerly at once. `on_stage` must not wait for another thread that calls a pipeline on the same GPU.
     """
+
+    persistence: ClassVar[Persistence]
+    progress: bool = False
+    """Whether calls show a bar of their tokens, stage by stage, on stderr. On a GPU the host then waits for every stage."""
+    weights_folder: Path | None = None
+    """Where the weights were read from."""
 
     def __init__(
         self,
@@ -102,7 +115,7 @@ class Pipeline(Habits):
         self.name = name
         self.method = Method()
         self.profiles = profiles
-        self.partners = Partners()  # smaller models that this one can draft for
+        self.partners = Partners()
 
     def __call__(
         self,
@@ -142,16 +155,16 @@ class Pipeline(Habits):
         """
         asked = self.method if method is None else resolve_method(method)
         schedule = self.settings.schedules.choose(size, aspect)
-        with self._turn() as nested:
+        with self._lock() as nested:
             prompts = read_prompts(self.reader, prompt, seed)
             resolved, reason = asked.resolve(self.situation(schedule, len(prompts)))
             strategy, beside = split_strategy(resolved)
             if strategy is None:
-                call = Call(prompts, schedule, beside, seed, guidance, negative, compute_mask, revise, prefix_codes, reason, sampling)
-                request = resolve(self, call)
+                wishes = (compute_mask, revise, prefix_codes, reason)
+                request = build_request(self, prompts, schedule, beside, seed, guidance, negative, *wishes, **sampling)
                 latents: list[Tensor] | None = [] if keep_stages else None
-                with self._watched(request.schedule, on_stage, latents) as watch:
-                    output = self._run(request, watch, warmup, nested, decode)
+                with self._watchers(schedule, on_stage, latents) as watchers:
+                    output = self._run(request, watchers, warmup, nested, decode)
                 return output if latents is None else replace(output, stages=Stages(tuple(latents), self.tokenizer))
             resolved.forecast(self.model, schedule, guided=False)  # what does not fit is refused before anything runs
             more = {"compute_mask": compute_mask, "keep_stages": keep_stages, "on_stage": on_stage, "revise": revise, "decode": decode}
@@ -183,12 +196,12 @@ class Pipeline(Habits):
             )
         begun, graphs, kept = time.perf_counter(), self.captures.graphs, self.captures.bytes
         chosen, schedule = self.method if method is None else resolve_method(method), self.settings.schedules.choose(size, aspect)
-        with self._turn() as nested:
+        with self._lock() as nested:
             prompts = read_prompts(self.reader, prompt, 0)
             resolved, _ = chosen.resolve(self.situation(schedule, len(prompts)))
             strategy, beside = split_strategy(resolved)
             if strategy is None:
-                request = resolve(self, Call(prompts, schedule, beside, 0, guidance, negative, sampling=sampling))
+                request = build_request(self, prompts, schedule, beside, 0, guidance, negative, **sampling)
                 hindrance = "warmup is called from inside on_stage: call it before" if nested else obstacle(self.model.device, request)
                 if hindrance is not None:
                     raise SettingError(hindrance)
@@ -209,10 +222,8 @@ class Pipeline(Habits):
         """
         resolved = resolve_method(method)
         found, _ = resolved.resolve(self.situation())
-        for kept in (
-            () if isinstance(found, Auto) else (1.0, ASSUMED_KEPT)
-        ):  # what does not fit this model is refused now, tokens left out or not
-            self.planning.forecast(found, self.settings.schedules.choose(None, None), True, kept)
+        if not isinstance(found, Auto):  # what does not fit this model is refused now
+            self.planning.forecast(found, self.settings.schedules.choose(None, None), True, 1.0)
         previous, self.method = self.method, resolved
         return Accelerated(self, previous)
 
@@ -229,7 +240,7 @@ class Pipeline(Habits):
     def planned_memory(self, images: int = 1, size: SizeLike = None, aspect: AspectLike = None, text_tokens: int = 64) -> int:
         """Bytes that a guided request keeps until it ends, besides weights and activations: keys, values and text keys."""
         schedule = self.settings.schedules.choose(size, aspect)
-        plans = self.settled(self.method, schedule, images).forecast(self.model, schedule, kept=ASSUMED_KEPT)
+        plans = self.settled(self.method, schedule, images).forecast(self.model, schedule)
         return reserved_bytes(self.model, schedule, plans, images, 2 * images, text_tokens)
 
     def settled(self, method: MethodLike, schedule: Schedule, batch: int = 1) -> Method:
@@ -260,27 +271,114 @@ class Pipeline(Habits):
             **{"prefix_codes": (), "decode": True, "warmup": False, **more},
         }
 
-    def _turn(self) -> AbstractContextManager[bool]:
-        """Until this caller may use the device; whether it does already, further up."""
+    def _lock(self) -> AbstractContextManager[bool]:
+        """Waits until this caller may use the device; yields True inside another call of the same thread."""
         device = self.model.device
-        return turn_on(device).taken() if graphs_run_on(device) else nullcontext(False)
+        return device_lock(device).held() if graphs_run_on(device) else nullcontext(False)
 
-    def _run(self, request: Request, on_stage: Callable[[Preview], None] | None, warmup: bool, nested: bool, decode: bool) -> Output:
-        choose = partial(self._executor, warmup=warmup, nested=nested)
-        begun = request.positions() if request.method.data_dependent else []
-        try:
-            return execute(self, request, choose, on_stage, decode)
-        except TooManyTokens as error:
-            log.info("%s: the request starts anew, with memory for all cells", error)
-        for rng, state in begun:
-            rng.set_state(state)
-        return execute(self, with_room_for_all(self, request), choose, on_stage, decode)
+    @contextmanager
+    def _watchers(self, schedule: Schedule, on_stage: OnStage | None, latents: list[Tensor] | None) -> Iterator[list[OnStage]]:
+        """Yields what is called after each stage: it keeps latents, moves the bar, and is the caller's own function."""
+        watchers: list[OnStage] = [] if latents is None else [lambda preview: latents.append(preview.latent)]
+        with Progress(console=Console(stderr=True), transient=True) if self.progress else nullcontext() as bar:
+            if bar is not None:
+                task = bar.add_task("", total=schedule.tokens)
+
+                def advance(preview: Preview) -> None:
+                    if self.model.device.type == "cuda":
+                        torch.cuda.current_stream(self.model.device).synchronize()
+                    stage = preview.done.stage
+                    bar.update(task, advance=stage.cells, description=f"stage {stage.index + 1}/{len(schedule)}")
+
+                watchers.append(advance)
+            yield watchers if on_stage is None else [*watchers, on_stage]
+
+    def _run(self, request: Request, watchers: Sequence[OnStage], warmup: bool, nested: bool, decode: bool) -> Output:
+        device, done_stages = self.model.device, list[StageOutput]()
+        timer = Timer(device)
+
+        def stage_done(done: StageOutput) -> None:
+            done_stages.append(done.without_logits())
+            if not watchers:
+                timer.lap("stage", done.stage.index)
+                return
+            timer.stop("stage", done.stage.index)
+            preview = Preview(done, done.canvas.latent.clone(), self.tokenizer)
+            for watcher in watchers:
+                watcher(preview)
+            timer.start("stage", done.stage.index + 1)
+
+        with memory_errors(device, partial(self.reserved, request), request):
+            executor = self._executor(request, warmup, nested)
+            reset_peak(device)
+            with torch.inference_mode():
+                generated = executor.run(request, timer, stage_done, decode)
+            # What needs no result comes before the host waits. Copies are ordinary tensors, not inference tensors.
+            pixels, latent = generated.pixels.clone(), generated.latent.clone()
+            codes = copied([done.codes for done in done_stages if done.codes is not None])
+            masks = tuple(mask_of(done, request.batch) for done in done_stages) if request.compute_mask else None
+            report = build_report(self, request, executor, generated, done_stages, timer)
+        return Output(pixels, latent, codes, report, masks)
 
     def _executor(self, request: Request, warmup: bool, nested: bool) -> Executor:
-        """Captured graphs where there are some, or where capturing pays; they have the memory that they need."""
+        """Returns captured graphs where there are some, or where capturing pays. They have the memory that they need."""
         if self.engine == "graphs" and not nested:
             replay = self.captures.replay(request, at_once=warmup)
             if replay is not None:
                 return replay
         require_room(self.model.device, self.reserved(request), request, self.captures.bytes)
-        return Eager(self.model, self.tokenizer, self._tables.of(request.schedule))
+        return EagerExecutor(self.model, self.tokenizer, self._tables.of(request.schedule))
+
+    # --- as other libraries' pipelines
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path, **options: Any) -> Self:
+        """A pipeline by a model's name, or from a folder that `save_pretrained` wrote; `options` are those of `nextscale.load`.
+
+        A folder is read in the precision that it was saved in, unless `dtype` says otherwise.
+        """
+        return cast(Self, cls.persistence.load(source, **options))
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Writes one folder that `from_pretrained` reads back bit for bit: settings, safetensors, tokenizer, tuning profiles.
+
+        A small encoder of words is part of it; of a published text encoder the folder says where it is.
+        """
+        return self.persistence.save(self, folder)
+
+    def to(self, *where: str | torch.device | torch.dtype) -> Self:
+        """Moves everything to a device, casts the weights to a dtype, or both: pipe.to("cuda", torch.bfloat16).
+
+        What generates in float32 stays in float32. Graphs that were captured before are captured anew.
+        """
+        dtypes = [one for one in where if isinstance(one, torch.dtype)]
+        devices = [one for one in where if not isinstance(one, torch.dtype)]
+        if not where or len(dtypes) > 1 or len(devices) > 1:
+            raise SettingError(f"to{where}: give a device, a dtype, or one of each")
+        device = choose_device(devices[0]) if devices else self.model.device
+        dtype = choose_dtype(dtypes[0] if dtypes else self.model.dtype, device)
+        if check_quantize(self.model.quantize, device, dtype) is not None and dtype != self.model.dtype:
+            raise SettingError(f"to({dtype}): quantised weights were made for {self.model.dtype}; load the model again with this dtype")
+        with self._lock():
+            place(self.model, device, dtype, self.model.float32)
+            place(self.tokenizer, device, dtype, self.tokenizer.float32)
+            module_to_channels_last(self.tokenizer)
+            self.reader.to(device)
+        return self
+
+    def enable_model_cpu_offload(self) -> None:
+        """Keeps a large text encoder in the host's memory; the GPU has it only while a new prompt is encoded.
+
+        Transformer and tokenizer stay on the GPU: captured graphs read them where they lie.
+        """
+        if not isinstance(self.reader, TextReader) or not self.reader.can_offload:
+            raise SettingError("this model has no text encoder that is worth moving: generation needs all of it at once")
+        self.reader.offload()
+
+
+def copied(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Returns copies in memory of their own, made in one launch if they are of one dtype."""
+    fresh = [torch.empty_like(tensor) for tensor in tensors]
+    if fresh:
+        torch._foreach_copy_(fresh, list(tensors))
+    return tuple(fresh)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import platform
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+
+from .device import Timer, peak_memory
+from .engine.executor import Executor, Generated
+from .generate import StageOutput, require_finite
+from .models.base import NextScaleModel
+from .planning.cost import RequestCost, Workload, as_run
+from .planning.remembered import Planning
+from .request import Request
+from .stage import to_double
 
 
 @dataclass(frozen=True)
@@ -64,77 +70,74 @@ class Report:
         return asdict(self) | {"seconds": self.seconds, "padding": self.padding}
 
 
-class Stopwatch:
-    """Times segments of a request by name and stage. On a GPU it uses events, so that measuring does not make the host wait."""
+@torch.inference_mode()
+def build_report(
+    pipe: Any, request: Request, executor: Executor, generated: Generated, done_stages: Sequence[StageOutput], timer: Timer
+) -> Report:
+    """Returns the report of a request. The host waits for the device here and, unless a method asks, nowhere else.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._starts: dict[tuple[str, int], Any] = {}  # host times or device events
-        self._stops: dict[tuple[str, int], Any] = {}
-
-    def start(self, what: str, stage: int = 0) -> None:
-        self._starts[what, stage] = self._now()
-
-    def stop(self, what: str, stage: int = 0) -> None:
-        self._stops[what, stage] = self._now()
-
-    def lap(self, what: str, stage: int) -> None:
-        """Ends a segment where that of the next stage begins."""
-        self._stops[what, stage] = self._starts[what, stage + 1] = self._now()
-
-    @contextmanager
-    def time(self, what: str, stage: int = 0) -> Iterator[None]:
-        self.start(what, stage)
-        yield
-        self.stop(what, stage)
-
-    def seconds(self, what: str, stage: int = 0) -> float | None:
-        """Length of a segment; None where it was not measured."""
-        if (what, stage) not in self._stops:
-            return None
-        start, stop = self._starts[what, stage], self._stops[what, stage]
-        if self._device.type != "cuda":
-            return stop - start
-        stop.synchronize()
-        return start.elapsed_time(stop) / 1000
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-
-def hardware_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's kind."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
-
-
-def reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_memory(device: torch.device) -> int:
-    """Returns the peak memory in bytes, on the CPU that of the process; 0 if the system does not report it."""
-    if device.type == "cuda":
-        # What `max_memory_allocated` says, which puts all statistics into a sorted dictionary first.
-        return torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {}).get("peak", 0)
-    try:
-        import resource  # POSIX only
-    except ImportError:
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    Raises NonFiniteLogits if the network's output was not finite.
+    """
+    model, device, size = pipe.model, pipe.model.device, generated.pixels.shape
+    dense, spent = costs(pipe.planning, model, request, generated.text_tokens, done_stages)
+    means = {done.stage.index: to_double(done.counts).mean() for done in done_stages if done.counts is not None}
+    finite = torch.stack([*generated.finite.values(), generated.latent.isfinite().all()])
+    peak, planned = peak_memory(device), pipe.reserved(request)
+    numbers = torch.cat([to_double(finite), *(mean[None] for mean in means.values())]).tolist()
+    checked = (*generated.finite, len(done_stages) - 1)
+    require_finite([stage for stage, good in zip(checked, numbers, strict=False) if not good], len(done_stages))
+    needed = dict(zip(means, numbers[len(checked) :], strict=True))
+    stages = [
+        StageReport(
+            index,
+            *done.stage.size,
+            skipped=done.skipped,
+            tokens=done.num_tokens,
+            computed=own.computed,
+            padding=1 - needed[index] / done.num_tokens if index in needed else 0.0,
+            rows=done.rows,
+            cfg_branches=done.rows // request.batch,
+            cost_share=own.share(whole),
+            dense_macs=whole.total,
+            seconds=timer.seconds("stage", index) or 0.0,
+            sampling_seconds=timer.seconds("sampling", index),
+            residual_seconds=timer.seconds("residual", index),
+        )
+        for index, (done, own, whole) in enumerate(zip(done_stages, spent.stages, dense.stages, strict=True))
+    ]
+    return Report(
+        model=pipe.name,
+        engine=executor.engine,
+        captured_batch=executor.captured_batch,
+        method=request.method.label,
+        selection_reason=request.selection_reason,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        dtype=str(model.dtype).removeprefix("torch."),
+        size=(size[2], size[3]),
+        seeds=request.seeds,
+        stages=tuple(stages),
+        cost_share=spent.share(dense),
+        condition_seconds=timer.seconds("condition") or 0.0,
+        decode_seconds=timer.seconds("decode") or 0.0,
+        peak_memory=peak,
+        planned_memory=planned,
+        quantize=model.quantize,
+    )
 
 
-def free_memory(device: torch.device, captured: int = 0) -> int | None:
-    """Bytes that can still be allocated, or None where the system does not tell. `captured`: kept by captured graphs, for nobody else."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - captured
-        return torch.cuda.mem_get_info(device)[0] + max(unused, 0)
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return None
+def costs(
+    planning: Planning, model: NextScaleModel, request: Request, text_tokens: int, done_stages: Sequence[StageOutput]
+) -> tuple[RequestCost, RequestCost]:
+    """Returns the cost of dense generation, and of what was run."""
+    workload = Workload(
+        request.schedule,
+        request.batch,
+        request.guidance.needs_both,
+        text_tokens,
+        request.sampling.refine,
+        len(request.prefix_codes),
+        model.residual_scale(request.guidance, request.schedule[-1]) != 1,
+    )
+    plans = [as_run(model, done.stage, done.plan, done.num_tokens) for done in done_stages]
+    counts = {done.stage.index: done.known_counts for done in done_stages if done.known_counts is not None}
+    return planning.cost(workload), planning.cost(workload, plans, counts)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from .errors import SettingError
-from .guidance import ResolvedGuidance
-from .methods.method import Method, Plans
-from .report import Stopwatch
+from .guidance import GuidanceLike, ResolvedGuidance, resolve_guidance
+from .methods.method import Method, Plans, StagePlan
+from .models.base import NextScaleModel
+from .prefix import checked_prefix
 from .sampling import ImageRng, Rewindable, Rng, Sampling, SharedRng, method_rng
 from .stage import Schedule, Stage
 from .text.prompts import Labels, PromptReader, Prompts
@@ -41,14 +42,12 @@ class Request:
     plans: Plans  # the method's forecast, made once: what memory is reserved for
     rng: Rng
     method_rng: Rng
-    clock: Stopwatch
     seeds: tuple[int, ...] | None = None  # None: the caller's own generator
     compute_mask: bool = False
     revise: Revise | None = None
-    captured: bool = False  # launches cost the host nothing
+    captured: bool = False  # the request is captured, and launches cost the host nothing
     prefix_codes: tuple[Tensor, ...] = ()  # codes of the first stages, [B, cells, ...] each, which are not generated
     selection_reason: str | None = None  # why this method, where it was looked up
-    kept: float = 1.0  # share of the cells that the forecast assumes to be computed where the method is data-dependent
 
     @property
     def batch(self) -> int:
@@ -63,10 +62,6 @@ class Request:
     def text_tokens(self) -> int:
         """Tokens of the longest prompt, negative ones included; 0 where there is no text."""
         return max(self.prompts.longest, 0 if self.negative is None else self.negative.longest)
-
-    def positions(self) -> list[tuple[Rewindable, Sequence[Tensor]]]:
-        """The present states of its streams of random numbers, those that can be rewound."""
-        return [(rng, rng.get_state()) for rng in (self.rng, self.method_rng) if isinstance(rng, Rewindable)]
 
 
 @dataclass(frozen=True)
@@ -88,11 +83,6 @@ class Randomness:
         """Moves a generator that is shared by a batch to where a copy of it is now."""
         if isinstance(self.rng, SharedRng) and isinstance(other.rng, SharedRng):
             self.rng.set_state(other.rng.get_state())
-
-    @property
-    def rewindable(self) -> bool:
-        """Whether a request can be started anew with the same numbers."""
-        return isinstance(self.rng, Rewindable) and isinstance(self.method_rng, Rewindable)
 
 
 def resolve_seed(seed: SeedLike, images: int, device: torch.device) -> Randomness:
@@ -149,3 +139,73 @@ def read_negative(reader: PromptReader, negative: Any, images: int, guidance: Re
     if len(prompts) != images:
         raise SettingError(f"{len(prompts)} negative prompts for {images} images: give one, or one per image")
     return prompts
+
+
+def build_request(
+    pipe: Any,
+    prompts: Prompts,
+    schedule: Schedule,
+    method: Method,
+    seed: SeedLike = None,
+    guidance: GuidanceLike = None,
+    negative: Any = None,
+    compute_mask: bool = False,
+    revise: Revise | None = None,
+    prefix_codes: Sequence[Tensor] = (),
+    selection_reason: str | None = None,
+    **sampling: Any,
+) -> Request:
+    """Returns the checked request of a pipeline's call. Raises SettingError with the value, what was expected and a remedy."""
+    model = pipe.model
+    chosen = resolve_sampling(pipe, schedule, sampling)
+    guided = ResolvedGuidance(resolve_guidance(guidance, pipe.settings.guidance), schedule, len(model.blocks))
+    numbers = resolve_seed(seed, len(prompts), model.device)
+    check_cache(model, method)
+    plans = pipe.planning.forecast(method, schedule, guided.needs_both, 1.0)
+    check_plans(plans, len(model.blocks), guided)  # before memory is reserved for them
+    guided = guided.with_decay([plan.guidance_decay for plan in plans])
+    return Request(
+        prompts,
+        read_negative(pipe.reader, negative, len(prompts), guided),
+        schedule,
+        guided,
+        chosen,
+        method,
+        plans,
+        numbers.rng,
+        numbers.method_rng,
+        numbers.seeds,
+        compute_mask,
+        revise,
+        prefix_codes=checked_prefix(prefix_codes, model, schedule, len(prompts)),
+        selection_reason=selection_reason,
+    )
+
+
+def resolve_sampling(pipe: Any, schedule: Schedule, changes: dict[str, Any]) -> Sampling:
+    sampling = pipe.settings.sampling.changed(**changes)
+    sampling.check(schedule)
+    pipe.model.check_sampling(sampling)
+    if sampling.smooth and not pipe.tokenizer.mixes_codes:
+        raise SettingError(f"smooth mixes entries of a codebook; {pipe.name} does not support it")
+    if sampling.suppressed_codes and max(sampling.suppressed_codes) >= pipe.tokenizer.codes:
+        raise SettingError(f"suppressed_codes {sampling.suppressed_codes}: {pipe.name} has {pipe.tokenizer.codes} numbered codes")
+    return sampling
+
+
+def check_plans(plans: Sequence[StagePlan], depth: int, guidance: ResolvedGuidance) -> None:
+    """SettingError for what would otherwise be found only at its stage."""
+    for plan in plans:
+        try:
+            plan.check(depth, guidance.layers)
+        except ValueError as error:
+            raise SettingError(f"the method does not fit this request: {error}") from error
+
+
+def check_cache(model: NextScaleModel, method: Method) -> None:
+    """SettingError where the method keeps keys and values its own way and the model wants them in few bits."""
+    if model.kv_dtype is not None and "cache" in method.exclusive:
+        raise SettingError(
+            f"{method.label} keeps keys and values its own way, and this model keeps them as {model.kv_dtype}: load it without kv_dtype, or"
+            " choose another method"
+        )

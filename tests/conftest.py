@@ -30,7 +30,8 @@ FAMILIES = (  # folders of SHARED whose models and methods are built
 )
 
 SLOW = Path(__file__).with_name("slow.txt")  # folders, files and tests that `make test-fast` leaves out
-NEEDS = {"gpu": {"tests/gpu"}, "browser": {"tests/serve/test_studio.py"}, "ray": {"tests/offline/test_ray.py"}}
+STUDIO = {"tests/serve/test_studio.py", "tests/serve/test_studio_access.py"}
+NEEDS = {"gpu": {"tests/gpu"}, "browser": STUDIO, "ray": {"tests/offline/test_ray.py"}}
 
 TENSORS_COMPARED = "tensors compared"  # a property of a test's report, which reaches the closing table from every process
 

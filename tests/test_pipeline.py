@@ -276,9 +276,9 @@ def test_classes_come_as_lists_or_tensors(labels: Any) -> None:
 
 @pytest.mark.parametrize("label", [tiny.CLASSES + 1, 1000, 1.0, True, "3", None, [1, "cat"], [[1]], torch.tensor([0.5])], ids=str)
 def test_impossible_classes_are_refused(label: Any) -> None:
-    with pytest.raises(PromptError, match="whole numbers from 0 to 9; -1 is no class"):
+    with pytest.raises(PromptError, match="an int from 0 to 9, or -1 for no class"):
         tiny.shared_pipeline("var")(label, seed=5)
-    with pytest.raises(PromptError, match="whole numbers from 0 to 9; -1 is no class"):
+    with pytest.raises(PromptError, match="an int from 0 to 9, or -1 for no class"):
         tiny.shared_pipeline("var")(1, negative=[label] if not isinstance(label, list) else label, seed=5)
 
 

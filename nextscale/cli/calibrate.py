@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import SettingError
-from .files import default_out, require_writable
+from .files import require_writable
 from .options import Batch, Force, ImageOptions, ModelOptions, PromptOptions, option, out_option
 from .parse import choose_schedule, parse_prompt
 from .show import share_bar, show_next
@@ -23,21 +21,14 @@ if TYPE_CHECKING:
 
 DEFAULTS = {
     "stagevar": {"alphas": "0.9+0.95+0.96+0.97+0.98+0.99+0.999", "sizes": ""},
-    "skipvar": {"similarity": "0.84"},
     "scalekv": {"share": "0.1"},
 }
 """Values of --set."""
 
 
-class Calibrated(StrEnum):
-    stagevar = "stagevar"
-    skipvar = "skipvar"
-    scalekv = "scalekv"
-
-
 def calibrate(
     *,
-    method: Annotated[Calibrated, typer.Argument(metavar="METHOD", show_default=False, help="stagevar, skipvar or scalekv.")],
+    method: Annotated[str, typer.Argument(metavar="METHOD", show_default=False, help="stagevar or scalekv.")],
     prompts: PromptOptions,
     model: ModelOptions,
     image: ImageOptions,
@@ -47,7 +38,7 @@ def calibrate(
         option(
             "--set",
             "KEY=VALUE",
-            "stagevar: alphas=0.9+0.95 (energy), sizes=256+512; skipvar: similarity=0.84 (SSIM); scalekv: share=0.1 (of keys).",
+            "stagevar: alphas=0.9+0.95 (energy), sizes=256+512; scalekv: share=0.1 (of keys).",
         ),
     ] = None,
     out: Annotated[Path | None, out_option("FILE", "The .json file to write.", "stagevar: beside the weights; METHOD.json")] = None,
@@ -55,12 +46,15 @@ def calibrate(
 ) -> None:
     """Measure model-specific constants of a method on generated images.
 
-    stagevar: ranks of late stages; skipvar: decision models; scalekv: the layers that keep most keys. A few dozen prompts suffice.
+    stagevar: ranks of late stages; scalekv: the layers that keep most keys. A few dozen prompts suffice.
     """
+    if method not in DEFAULTS:
+        hint = " Run python -m nextscale_research calibrate-skipvar." if method == "skipvar" else ""
+        raise SettingError(f"METHOD must be {' or '.join(DEFAULTS)}; got {method!r}.{hint}")
     spec, chosen = model.spec, read_settings(method, settings or ())
     given = [parse_prompt(text, spec) for text in prompts.read() for _ in range(image.num_images)]
     about = {"model": spec.name, "images": len(given), "seed": image.seed}
-    run = {"stagevar": calibrate_stagevar, "skipvar": calibrate_skipvar, "scalekv": calibrate_scalekv}[method]
+    run = {"stagevar": calibrate_stagevar, "scalekv": calibrate_scalekv}[method]
     run(Calibration(given, model, image, batch, chosen, out, force, about))
 
 
@@ -115,27 +109,6 @@ def calibrate_stagevar(asked: Calibration) -> None:
         typer.echo(f"alpha {row.alpha:<5} {row.cells:>5} cells: {', '.join(f'{ratio:.3g}' for ratio in row.ratios)}")
     typer.echo(f"wrote {file}")
     show_next(f"nextscale compare -m {spec.name} --method stagevar  # reads the table if it is beside the weights")
-
-
-def calibrate_skipvar(asked: Calibration) -> None:
-    from ..eval.calibrate_skipvar import fit, measure
-    from ..io import write_text
-
-    schedule, (similarity,) = asked.image.schedule(asked.model.spec), asked.fractions("similarity")
-    out = asked.out or default_out("skipvar.json")
-    require_writable([out], asked.force)
-    with share_bar() as progress:
-        task = progress.add_task("measuring", total=1.0)
-        pipeline, seed = asked.model.load(), asked.image.seed
-        measured = measure(pipeline, asked.prompts, schedule, seed, asked.batch, lambda share: progress.update(task, completed=share))
-    models = fit(measured, similarity)
-    content = asked.about | {"stages": [list(stage) for stage in schedule.sizes], "similarity": similarity}
-    content |= {name: getattr(models, name)._asdict() for name in models._fields}
-    write_text(json.dumps(content, indent=1) + "\n", out)
-    for number, images in sorted(Counter(outcome.skipped for outcome in models(measured.features)).items()):
-        typer.echo(f"{images} of {len(asked.prompts)} images leave out {number} stage(s)")
-    typer.echo(f"wrote {out}")
-    show_next(f"nextscale compare -m {asked.model.model} --method skipvar:models={out}")
 
 
 def calibrate_scalekv(asked: Calibration) -> None:

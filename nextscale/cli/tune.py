@@ -5,26 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.markup import escape
 
 from ..errors import NextscaleError, PromptError, SettingError
-from .files import require_writable
+from .files import default_out, require_writable
 from .models import show_profile
 from .options import Batch, Force, ModelOptions, PromptsFile, Seed, SizeOptions, option, out_option
+from .parse import parse_pairs, parse_prompt, size_text
 from .show import result_console, share_bar, show_next
 
 if TYPE_CHECKING:
     from ..loading import ModelSpec
-    from ..methods.auto import Auto
     from ..pipeline import Pipeline
-    from ..planning.cost import Workload
     from ..stage import Schedule
+    from ..tune.log import TrialLog
     from ..tune.trials import Bench
 
 DEFAULT_PROMPTS = 256  # if none are given
@@ -63,10 +63,13 @@ def tune(
 
     A search can be stopped and continued: its trials are kept beside the profile.
     """
+    from ..methods.auto import Auto
     from ..metrics import Lpips
     from ..offline.prompts import evenly_spread
+    from ..profiles import profile_folder, profile_name
     from ..tune.budget import VALIDATION, filling_batches, validation_prompts
     from ..tune.log import SUFFIX as TRIALS
+    from ..tune.log import TrialLog
     from ..tune.trials import Bench
     from ..tune.validate import validate
 
@@ -75,41 +78,46 @@ def tune(
     given = {"--prompts": prompts, "--minutes": minutes}
     if start is not None and (idle := [name for name, value in given.items() if value is not None]):
         raise SettingError(f"--from {start} searches nothing: {' and '.join(idle)} would have no effect. Leave them out.")
-    wanted, limit = None if target is None else parse_target(target), minutes or MINUTES
+    wanted = None if target is None else Auto(**parse_pairs("--target", [target], ("speedup", "lpips", "ms")))
+    limit = minutes or MINUTES
     with share_bar() as progress:
         task = progress.add_task("loading", total=1.0)
 
         def on_progress(what: str, share: float) -> None:
-            progress.update(task, completed=share, description=escape(shorten(what, progress.console.width - BAR)))
+            shown = shorten(what, max(20, progress.console.width - BAR), placeholder="…")
+            progress.update(task, completed=share, description=escape(shown))
 
         pipeline = model.load()
-        file = out or default_file(model, pipeline, schedule, batch)
+        height, width = (side * pipeline.tokenizer.pixels_per_token for side in schedule.grid)
+        name = profile_name(pipeline.name, (height, width), pipeline.model.device.type, batch)
+        file = out or (default_out(name) if model.weights is None else profile_folder(model.weights) / name)
         if not file.name.endswith(SUFFIX):
             raise SettingError(f"--out must end in {SUFFIX}, by which `load` finds it; got {file}.")
         log_file = file.with_name(file.name.removesuffix(SUFFIX) + TRIALS)
         require_writable([file], force)
         used = read_prompts(prompts, test, start, spec, pipeline)
-        for name, several in (("prompts", used.search), ("held-out prompts", used.held_out)):
+        for kind, several in (("prompts", used.search), ("held-out prompts", used.held_out)):
             if len(several) < batch and (several is used.held_out or start is None):
-                raise PromptError(f"{len(several)} {name} do not fill a batch of {batch}. Pass more prompts, or a smaller --batch.")
+                raise PromptError(f"{len(several)} {kind} do not fill a batch of {batch}. Pass more prompts, or a smaller --batch.")
             for first in range(0, len(several), batch):  # too long prompts are refused before the search
                 pipeline.reader.read(several[first : first + batch])
         bench = Bench(pipeline, schedule, used.search, batch, seed, Lpips.load(pipeline.model.device))
-        with stopping(log_file):
+        held_out, searched, before = used.held_out, 0, 0.0
+        try:
             if start is None:
                 if file.exists():
                     log_file.unlink(missing_ok=True)  # the trials of a finished search
-                winners, searched = search(bench, log_file, limit, test is None, on_progress)
-                before = 1 - VALIDATION
+                log, before = TrialLog.read(log_file), 1 - VALIDATION
+                winners = search(bench, log, limit, test is None, on_progress)
+                searched = max(trial.images for trial in log.trials.values())
+                if test is None:
+                    held_out = evenly_spread(held_out, validation_prompts(batch, bench.dense_seconds_per_image(), limit, len(winners)))
             else:
-                winners, searched, before = starting_points(start, pipeline, schedule), 0, 0.0
-            count = len(used.held_out)
-            if start is None and test is None:
-                count = min(count, validation_prompts(bench, limit, len(winners)))
+                winners = starting_points(start, pipeline, schedule)
             profile = validate(
                 pipeline,
                 winners,
-                evenly_spread(used.held_out, filling_batches(count, batch)),
+                evenly_spread(held_out, filling_batches(len(held_out), batch)),
                 bench.lpips,
                 schedule=schedule,
                 batch=batch,
@@ -118,6 +126,10 @@ def tune(
                 source=used.source,
                 on_progress=lambda what, share: on_progress(f"validation: {what}", before + (1 - before) * share),
             )
+        except KeyboardInterrupt:
+            kept = f"the trials so far are kept in {log_file}: the same command continues" if log_file.exists() else "nothing is kept"
+            typer.echo(f"stopped: {kept}", err=True)
+            raise
     profile.save(file)
     show_profile(result_console(), file, profile)
     show_found(file, model, "auto" if wanted is None else f"auto:{target}")
@@ -136,37 +148,20 @@ def show_found(file: Path, model: ModelOptions, method: str) -> None:
     show_next(f"nextscale generate -m {model.model} --method {method} PROMPT")
 
 
-@contextmanager
-def stopping(log_file: Path) -> Iterator[None]:
-    """After Ctrl-C, prints what is kept and how to continue."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        kept = f"the trials so far are kept in {log_file}: the same command continues" if log_file.exists() else "nothing is kept"
-        typer.echo(f"stopped: {kept}", err=True)
-        raise
-
-
-def shorten(text: str, columns: int) -> str:
-    return text if len(text) <= columns else f"{text[: max(columns, 20) - 1]}…"
-
-
-def search(bench: Bench, log_file: Path, minutes: float, choose: bool, on_progress: OnProgress) -> tuple[list[str], int]:
-    """Returns the winners and the number of prompts that the search saw. choose: only so many winners as validation has time for."""
+def search(bench: Bench, log: TrialLog, minutes: float, choose: bool, on_progress: OnProgress) -> list[str]:
+    """Returns the winners. choose: only so many as validation has time for."""
     from ..offline.prompts import evenly_spread
-    from ..tune import tune
-    from ..tune.budget import LATEST, NEEDED, VALIDATION, first_round, max_winners, require_time
-    from ..tune.log import TrialLog
+    from ..planning.cost import Workload
+    from ..tune import Search
+    from ..tune.budget import LATEST, NEEDED, VALIDATION, first_round, max_winners
+    from ..tune.search import MAX_WINNERS
+    from ..validation import is_int
 
-    seconds = 60 * minutes * (1 - VALIDATION)
-    earlier = TrialLog.first_round(log_file)
-    if earlier is None:
-        per_image = bench.first_look()
-        bench.least = first_round(bench.batch, per_image, seconds)
-        require_time(minutes, bench.images(bench.unit) * per_image)
-    else:
-        bench.least = earlier
-    log = TrialLog.open(log_file, conditions(bench))
+    pipeline = bench.pipeline
+    images: int = log.conditions.get("images", 0)
+    if not is_int(images, 1) or images % bench.batch:
+        images = first_round(bench.batch, bench.first_look(), minutes, len(bench.prompts))
+    log.start(conditions(bench, images))
     there = len(log.trials)
 
     def on_trial(what: str, share: float) -> None:
@@ -174,13 +169,16 @@ def search(bench: Bench, log_file: Path, minutes: float, choose: bool, on_progre
             rest = share * (NEEDED - len(log.trials)) / max(1, len(log.trials) - there)  # of --minutes, at the pace so far
             raise NextscaleError(
                 f"the trials that every search needs take longer than --minutes {minutes:g} here: {len(log.trials)} of about {NEEDED}"
-                f" are kept in {log_file}. Run the same command with --minutes {math.ceil(minutes * max(2, rest))} to continue."
+                f" are kept in {log.file}. Run the same command with --minutes {math.ceil(minutes * max(2, rest))} to continue."
             )
         on_progress(what, min(share, 1.0) * (1 - VALIDATION))
 
-    winners = [candidate.text for candidate in tune(bench, log, seconds, workload(bench), on_trial)]
-    winners = evenly_spread(winners, max_winners(bench, minutes)) if choose else winners
-    return winners, max(trial.images for trial in log.trials.values())
+    text = pipeline.reader.read(bench.part(0)[0]).longest if pipeline.model.stack[0].has_text else 0
+    guided = any(scale != 1 for scale in pipeline.settings.guidance.scales(bench.schedule))
+    workload = Workload(bench.schedule, bench.batch, guided, text, pipeline.settings.sampling.refine)
+    winners = Search(bench, log, images, 60 * minutes * (1 - VALIDATION), workload, on_trial).run()
+    most = max_winners(bench.batch, bench.dense_seconds_per_image(), minutes) if choose else MAX_WINNERS
+    return [candidate.text for candidate in evenly_spread(winners, min(most, MAX_WINNERS))]
 
 
 def read_prompts(prompts: Path | None, test: Path | None, start: Path | None, spec: ModelSpec, pipeline: Pipeline) -> Prompts:
@@ -212,7 +210,6 @@ def halved(prompts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 def prompts_of(file: Path, spec: ModelSpec) -> list[Any]:
     """Returns captions, or class numbers for a class model."""
     from ..offline.prompts import read_prompts
-    from .parse import parse_prompt
 
     found = read_prompts(file)
     try:
@@ -221,7 +218,7 @@ def prompts_of(file: Path, spec: ModelSpec) -> list[Any]:
         raise PromptError(f"{file} must have one class number per line for {spec.name} ({error})") from None
 
 
-def conditions(bench: Bench) -> dict[str, Any]:
+def conditions(bench: Bench, images: int) -> dict[str, Any]:
     """Returns the conditions of trials; those of another start are reused only under the same conditions."""
     from ..eval.results import version, where
     from ..profiles import fingerprint
@@ -233,7 +230,7 @@ def conditions(bench: Bench) -> dict[str, Any]:
         "grids": [list(stage.size) for stage in bench.schedule],
         "batch": bench.batch,
         "seed": bench.seed,
-        "images": bench.least,
+        "images": images,
         "prompts": hashlib.sha256(json.dumps(list(bench.prompts)).encode()).hexdigest()[:16],
         "dtype": str(model.dtype),
         "quantize": model.quantize,
@@ -244,47 +241,14 @@ def conditions(bench: Bench) -> dict[str, Any]:
     }
 
 
-def workload(bench: Bench) -> Workload:
-    from ..planning.cost import Workload
-
-    pipeline = bench.pipeline
-    prompts = pipeline.reader.read(bench.part(0)[0])
-    text = prompts.longest if pipeline.model.stack[0].has_text else 0
-    guided = any(scale != 1 for scale in pipeline.settings.guidance.scales(bench.schedule))
-    return Workload(bench.schedule, bench.batch, guided, text, pipeline.settings.sampling.refine)
-
-
 def starting_points(file: Path, pipeline: Pipeline, schedule: Schedule) -> list[str]:
-    from ..profiles import Profile, fingerprint
+    from ..profiles import Profile, require_own
 
     profile = Profile.load(file)
-    if profile.fingerprint != fingerprint(pipeline.model):
-        raise NextscaleError(f"--from {file} is a profile of {profile.model} with other weights. Pass one of {pipeline.name}.")
+    require_own(profile, pipeline.model)
     if len(profile.grids) != len(schedule):
         raise SettingError(
             f"--from {file} has settings for {len(profile.grids)} stages, and this size has {len(schedule)}. Add --size"
-            f" {'x'.join(map(str, reversed(profile.size)))}."
+            f" {size_text(profile.size)}."
         )
     return [point.method for point in profile.points]
-
-
-def default_file(model: ModelOptions, pipeline: Pipeline, schedule: Schedule, batch: int) -> Path:
-    """Returns a file beside --weights, else in the current folder."""
-    from ..profiles import profile_folder, profile_name
-    from .files import default_out
-
-    height, width = (side * pipeline.tokenizer.pixels_per_token for side in schedule.grid)
-    name = profile_name(pipeline.name, (height, width), pipeline.model.device.type, batch)
-    return default_out(name) if model.weights is None else profile_folder(model.weights) / name
-
-
-def parse_target(text: str) -> Auto:
-    from ..methods.auto import Auto
-    from ..methods.registry import parse_method
-
-    try:
-        method = parse_method(f"auto:{text}")
-    except SettingError as error:
-        raise SettingError(f"--target must be speedup=2, lpips=0.08 or ms=50; got {text!r} ({error}).") from error
-    assert isinstance(method, Auto)
-    return method

@@ -1,7 +1,6 @@
-"""How requests are run: kernel by kernel (eager), or as CUDA graphs that were captured before."""
+"""Executors of requests: eager, or CUDA graphs that were captured before."""
 
 from .captures import Captures, WarmUp
-from .eager import Eager
-from .executor import Engine, Executor
+from .executor import EagerExecutor, Engine, Executor, Generated
 
-__all__ = ["Captures", "Eager", "Engine", "Executor", "WarmUp"]
+__all__ = ["Captures", "EagerExecutor", "Engine", "Executor", "Generated", "WarmUp"]

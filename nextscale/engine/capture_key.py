@@ -23,17 +23,15 @@ class CaptureKey:
     method: Method
     text: int  # room for this number of text tokens
     prefix_codes: tuple[int, ...] = ()  # dimensions of the codes of each given stage: code numbers [B, N] or mixtures [B, N, Z]
-    kept: float = 1.0  # of the cells of a stage, for which there is memory where the method is data-dependent
 
     @classmethod
     def of(cls, request: Request, reads_text: bool) -> CaptureKey:
         """`reads_text`: attention has keys for the text, of which there may be more or fewer."""
         text = text_bucket(request.text_tokens) if reads_text else 0
-        kept = request.kept if request.method.data_dependent else 1.0
         prefix = tuple(codes.ndim for codes in request.prefix_codes)
-        return cls(request.schedule, request.batch, request.guidance.key, request.sampling, request.method, text, prefix, kept)
+        return cls(request.schedule, request.batch, request.guidance.key, request.sampling, request.method, text, prefix)
 
     def serves(self, other: CaptureKey) -> bool:
-        """Whether a capture for this one can run the other, of shorter prompts, fewer images or images that keep fewer tokens."""
-        enough = self.text >= other.text and self.batch >= other.batch and self.kept >= other.kept
-        return enough and replace(self, text=other.text, batch=other.batch, kept=other.kept) == other
+        """Returns True if a capture for this one can run the other, of shorter prompts or fewer images."""
+        enough = self.text >= other.text and self.batch >= other.batch
+        return enough and replace(self, text=other.text, batch=other.batch) == other

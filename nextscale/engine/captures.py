@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 
+from ..device import Timer, device_lock
 from ..errors import OutOfMemory
 from ..models.base import NextScaleModel
 from ..planning.memory import reserved_bytes
@@ -23,13 +23,12 @@ from ..tokenizers.base import Tokenizer
 from ..validation import is_hashable
 from .allocator import expandable_segments
 from .capture_key import CaptureKey
+from .executor import prompt_inputs
 from .graphs import CapturedRequest
 from .memory import DeviceMemory
 from .pool import GraphPool
-from .replay import Replay
+from .replay import ReplayExecutor
 from .tables import ScheduleTables
-from .turns import turn_on
-from .variants import TooManyTokens
 from .weight_pointers import WeightPointers
 
 log = logging.getLogger(__name__)
@@ -102,7 +101,7 @@ class Captures:
     def budget(self) -> int:
         return self._budget if self._budget is not None else int(SHARE * DeviceMemory.total(self._model.device))
 
-    def replay(self, request: Request, at_once: bool = False) -> Replay | None:
+    def replay(self, request: Request, at_once: bool = False) -> ReplayExecutor | None:
         """What runs this request from captured graphs; None where it has to run eagerly. Captures it if that pays, or at once."""
         if obstacle(self._model.device, request) is not None:
             return None
@@ -118,7 +117,7 @@ class Captures:
         if used is None:
             return None
         self._captures[used] = self._captures.pop(used)  # the most recently used is the last to leave
-        return Replay(self._captures[used].request, request.batch)
+        return ReplayExecutor(self._captures[used].request, request.batch)
 
     def capture(self, request: Request) -> WarmUp:
         """Captures requests like this one, unless that has been done."""
@@ -130,7 +129,7 @@ class Captures:
 
     def clear(self) -> None:
         """Forgets all captures and what it knows of requests; the device gets its memory back."""
-        with turn_on(self._model.device).taken():
+        with device_lock(self._model.device).held():
             self._captures.clear()
             self._history.clear()
             self._drop_pool()
@@ -152,7 +151,7 @@ class Captures:
         if key in self._captures:
             return key
         enough = [known for known in self._captures if known.batch == key.batch and known.serves(key)]
-        return min(enough, key=lambda known: (known.kept, known.text), default=None)
+        return min(enough, key=lambda known: known.text, default=None)
 
     def _larger_batch(self, key: CaptureKey, request: Request) -> CaptureKey | None:
         """A capture of more images, where replaying it is faster than running this request eagerly.
@@ -225,7 +224,7 @@ class Captures:
         begun, before = time.perf_counter(), DeviceMemory.now(device)
         try:
             with torch.inference_mode(), expandable_segments():
-                inputs = self._model.prompt_inputs(request.prompts, request.guidance.needs_both, request.schedule, request.negative)
+                inputs = prompt_inputs(self._model, request)
                 tables = self._tables.of(request.schedule)
                 captured = CapturedRequest(self._model, self._tokenizer, request, inputs, tables, key.text, pool)
             torch.cuda.synchronize(device)
@@ -312,11 +311,8 @@ def replay_seconds(captured: CapturedRequest, request: Request, device: torch.de
     seconds = 0.0
     for _ in range(2):
         numbers = ImageRng(range(request.batch), device)
-        replay, begun = Replay(captured, request.batch), time.perf_counter()
-        captured.condition_graph.replay()
-        with suppress(TooManyTokens):
-            replay.run(replace(request, rng=numbers, method_rng=numbers), lambda done: None)
-        replay.decode()
+        replay, begun = ReplayExecutor(captured, request.batch), time.perf_counter()
+        replay.run(replace(request, rng=numbers, method_rng=numbers), Timer(device), lambda done: None, decode=True)
         torch.cuda.synchronize(device)
         seconds = time.perf_counter() - begun
     return seconds

@@ -1,27 +1,33 @@
-"""The one interface between a pipeline and what runs its requests."""
+"""The interface between a pipeline and what runs its requests, and the eager executor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
 
 from torch import Tensor
 
+from ..device import Timer
 from ..errors import SettingError
-from ..generate import StageOutput
-from ..models.base import PromptInputs
+from ..generate import StageOutput, generate
+from ..models.base import NextScaleModel, PromptInputs
 from ..request import Request
+from ..tokenizers.base import Tokenizer
 
 Engine = Literal["graphs", "eager"]
 
 
 class Generated(NamedTuple):
+    """Results of a request, which later requests may overwrite."""
+
     latent: Tensor  # [B, Z, H, W], what is decoded
-    finite: Mapping[int, Tensor]  # by stage that ran: whether all that it computed is
+    pixels: Tensor  # [B, 3, H, W], or [B, 3, 0, 0] without decoding
+    finite: Mapping[int, Tensor]  # by stage that ran: whether all its numbers are finite
+    text_tokens: int  # that attention reads, padding included
 
 
 class Executor(Protocol):
-    """Runs one request: `condition`, then `run`, then `decode`. What it returns is overwritten by later requests: copy what is kept."""
+    """Runs requests."""
 
     @property
     def engine(self) -> Engine: ...
@@ -31,17 +37,39 @@ class Executor(Protocol):
         """Images of the captured graph that is replayed, of which the request may need fewer; None: nothing is replayed."""
         ...
 
-    def condition(self, inputs: PromptInputs) -> None:
-        """What the model makes of the prompts."""
+    def run(self, request: Request, timer: Timer, watch: Callable[[StageOutput], None], decode: bool) -> Generated:
+        """Runs all stages; `watch` sees each one when it has been launched."""
         ...
 
-    def run(self, request: Request, watch: Callable[[StageOutput], None]) -> Generated:
-        """All stages; `watch` sees each one when it has been launched."""
-        ...
 
-    def decode(self) -> Tensor:
-        """Pixels [B, 3, H, W]."""
-        ...
+class EagerExecutor:
+    """Launches a request kernel by kernel."""
+
+    engine: ClassVar[Engine] = "eager"
+    captured_batch: ClassVar[int | None] = None
+
+    def __init__(self, model: NextScaleModel, tokenizer: Tokenizer, tables: Any) -> None:
+        """tables: what the model makes of the request's schedule."""
+        self._model, self._tokenizer, self._tables = model, tokenizer, tables
+
+    def run(self, request: Request, timer: Timer, watch: Callable[[StageOutput], None], decode: bool) -> Generated:
+        with timer.time("condition"):
+            inputs = prompt_inputs(self._model, request)
+            cond = self._model.condition_from(inputs, self._tables)
+        timer.start("stage")
+        canvas = self._tokenizer.canvas(request.schedule, request.batch)
+        finite = generate(self._model, cond, canvas, request, timer, watch)
+        with timer.time("decode"):
+            pixels = self._tokenizer.decode(canvas.latent) if decode else canvas.latent.new_empty(request.batch, 3, 0, 0)
+        return Generated(canvas.latent, pixels, finite, text_length(inputs))
+
+
+def prompt_inputs(model: NextScaleModel, request: Request) -> PromptInputs:
+    return model.prompt_inputs(request.prompts, request.guidance.needs_both, request.schedule, request.negative)
+
+
+def text_length(inputs: PromptInputs) -> int:
+    return 0 if inputs.text is None else inputs.text.length
 
 
 def checked_engine(engine: Engine | None) -> Engine | None:

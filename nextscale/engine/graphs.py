@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..canvas import Canvas
+from ..device import Timer
 from ..generate import StageOutput, StageState, begin, count_tokens, packs, run_stage
 from ..methods.method import TokenCounts
 from ..models.base import NextScaleModel, PromptInputs
 from ..models.context import Conditioning
-from ..report import Stopwatch
 from ..request import Request
 from ..stage import Stage
 from ..tokenizers.base import Tokenizer
@@ -30,14 +30,12 @@ from .variants import StageGraph, StageVariants, TokenCounter, buckets
 WARM_UPS = 2  # runs before the capture
 
 
-class SilentClock(Stopwatch):
+class SilentTimer(Timer):
     """Times nothing: events inside a capture would become part of it."""
 
     def start(self, what: str, stage: int = 0) -> None: ...
 
     def stop(self, what: str, stage: int = 0) -> None: ...
-
-    def lap(self, what: str, stage: int) -> None: ...
 
 
 class Launches(TorchDispatchMode):
@@ -59,15 +57,12 @@ class CapturedRequest:
         self, model: NextScaleModel, tokenizer: Tokenizer, request: Request, inputs: PromptInputs, tables: Any, room: int, pool: GraphPool
     ) -> None:
         """`inputs`: what the request's prompts give. `tables`: what the model makes of the schedule. `room`: tokens of a text."""
-        self._model, self._tokenizer, self._tables, self._pool = model, tokenizer, tables, pool
+        self.model, self._tokenizer, self._tables, self._pool = model, tokenizer, tables, pool
         self.batch = request.batch
         self.inputs = StaticInputs(inputs, request.batch, room)
         self._rngs = self.rng, self.method_rng = StaticRng(), StaticRng()
         self.prefix_codes = tuple(codes.clone() for codes in request.prefix_codes)
-        silent = SilentClock(model.device)
-        self._request = replace(
-            request, rng=self.rng, method_rng=self.method_rng, prefix_codes=self.prefix_codes, clock=silent, captured=True
-        )
+        self._request = replace(request, rng=self.rng, method_rng=self.method_rng, prefix_codes=self.prefix_codes, captured=True)
         self._warm_up()
         self.condition_graph = torch.cuda.CUDAGraph()
         self.canvas = self._new_canvas()  # what a replay shows
@@ -85,16 +80,16 @@ class CapturedRequest:
         return self._tokenizer.canvas(self._request.schedule, self.batch)
 
     def _condition(self) -> Conditioning:
-        return self._model.condition_from(self.inputs.value, self._tables)
+        return self.model.condition_from(self.inputs.value, self._tables)
 
     def _begin(self, cond: Conditioning, canvas: Canvas) -> StageState:
         rewind(self._rngs, (0, 0))
-        return begin(self._model, cond, canvas, self._request)
+        return begin(self.model, cond, canvas, self._request, SilentTimer(self.model.device))
 
     def _warm_up(self) -> None:
         """Libraries allocate their workspaces and kernels are compiled, neither of which can be captured."""
         request, stream = self._request, self._pool.stream
-        current = torch.cuda.current_stream(self._model.device)
+        current = torch.cuda.current_stream(self.model.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for number in range(WARM_UPS):
@@ -102,7 +97,7 @@ class CapturedRequest:
                 for stage in request.schedule:
                     counts, _, _ = self._run_stage(stage, state)
                     if counts is not None:  # as it is captured, whatever this image needs: all cells ask for and launch more
-                        run_stage(self._model, request, state, stage, next(iter(self._buckets(stage).values())))
+                        run_stage(self.model, request, state, stage, next(iter(self._buckets(stage).values())))
                     for rng in () if number else self._rngs:
                         rng.end_stage()
                 if not number:
@@ -161,15 +156,10 @@ class CapturedRequest:
         if counts is not None and not planned.skip:
             state.ctx.keep(planned.cfg_branches)  # here and not in the variants of the stage, whose caches have to share their memory
             return counts, None, None
-        return None, *run_stage(self._model, self._request, state, stage, None)
+        return None, *run_stage(self.model, self._request, state, stage, None)
 
     def _buckets(self, stage: Stage) -> dict[int, TokenCounts]:
-        return buckets(stage.cells, self._most(stage), self.batch, packs(self._request, self._request.plans[stage.index]))
-
-    def _most(self, stage: Stage) -> int:
-        """Tokens of an image for which the caches have room."""
-        planned = self._request.plans[stage.index].num_tokens
-        return stage.cells if planned is None else planned
+        return buckets(stage.cells, self.batch, packs(self._request, self._request.plans[stage.index]))
 
     def _capture_buckets(
         self, stage: Stage, state: StageState, counter: TokenCounter, forks: list[StageState]
@@ -183,7 +173,7 @@ class CapturedRequest:
             fork = state.fork()
             graph = torch.cuda.CUDAGraph()
             with self._pool.capturing(graph):
-                done, finite = run_stage(self._model, self._request, fork, stage, counts)
+                done, finite = run_stage(self.model, self._request, fork, stage, counts)
                 done = done.without_logits()
                 if variants and finite is not None and all_finite is not None:
                     torch._foreach_copy_([all_finite, *first.tensors()], [finite, *fork.tensors()])
@@ -193,7 +183,7 @@ class CapturedRequest:
             variants[size] = StageGraph(graph, done)
         forks += [state, first]
         packed = packs(self._request, self._request.plans[stage.index])
-        return StageVariants(variants, first.canvas.latent, all_finite, counter, packed, self._most(stage)), first
+        return StageVariants(variants, first.canvas.latent, all_finite, counter, packed), first
 
 
 def with_codes_of(first: StageOutput, done: StageOutput) -> StageOutput:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..device import free_memory
 from ..errors import OutOfMemory
-from ..report import free_memory
 from ..request import Request
 
 

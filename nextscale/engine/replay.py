@@ -8,14 +8,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ..device import Timer
 from ..generate import StageOutput, per_row
-from ..models.base import PromptInputs
 from ..request import Request
-from .executor import Engine, Generated
+from .executor import Engine, Generated, prompt_inputs, text_length
 from .graphs import CapturedRequest
 
 
-class Replay:
+class ReplayExecutor:
     """Replays captured graphs for one request, which may have fewer images than they have: the batch is padded then."""
 
     engine: ClassVar[Engine] = "graphs"
@@ -28,12 +28,13 @@ class Replay:
     def captured_batch(self) -> int | None:
         return self._captured.batch
 
-    def condition(self, inputs: PromptInputs) -> None:
-        self._captured.inputs.load(inputs)
-        self._captured.condition_graph.replay()
-
-    def run(self, request: Request, watch: Callable[[StageOutput], None]) -> Generated:
+    def run(self, request: Request, timer: Timer, watch: Callable[[StageOutput], None], decode: bool) -> Generated:
         captured, images, canvas = self._captured, self._images, self._captured.canvas
+        with timer.time("condition"):
+            inputs = prompt_inputs(captured.model, request)
+            captured.inputs.load(inputs)
+            captured.condition_graph.replay()
+        timer.start("stage")
         for target, codes in zip(captured.prefix_codes, request.prefix_codes, strict=True):
             target[:images] = codes
             target[request.batch :] = codes[-1:]
@@ -49,11 +50,11 @@ class Replay:
             done = variant.done if counts is None else replace(variant.done, known_counts=counts)
             watch(done if images is None else first_images(done, images, captured.batch))
         finite = {index: stage.finite for index, stage in enumerate(captured.stages) if stage.finite is not None}
-        return Generated(canvas.latent, finite)
-
-    def decode(self) -> Tensor:
-        self._captured.decode_graph.replay()
-        return self._captured.pixels[: self._images]
+        with timer.time("decode"):
+            if decode:
+                captured.decode_graph.replay()
+            pixels = captured.pixels[:images] if decode else canvas.latent.new_empty(request.batch, 3, 0, 0)
+        return Generated(canvas.latent, pixels, finite, text_length(inputs))
 
 
 def first_images(done: StageOutput, images: int, batch: int) -> StageOutput:

@@ -23,22 +23,11 @@ def bucket_sizes(cells: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(max(1, cells * share // PARTS) for share in BUCKETS))
 
 
-def buckets(cells: int, most: int, images: int, packed: bool) -> dict[int, TokenCounts]:
-    """The same by the number that has to be sufficient: the tokens of all images where rows are packed, else those of one.
-
-    most: tokens of an image for which there is memory, from which on there is no bucket.
-    """
+def buckets(cells: int, images: int, packed: bool) -> dict[int, TokenCounts]:
+    """The same by the number that has to be sufficient: the tokens of all images where rows are packed, else those of one."""
     if packed:
-        return {size: TokenCounts(0, most, size) for size in sizes_up_to(images * most, images * cells)}
-    return {size: TokenCounts(0, size, images * size) for size in sizes_up_to(most, cells)}
-
-
-def sizes_up_to(most: int, cells: int) -> tuple[int, ...]:
-    return (most, *(size for size in bucket_sizes(cells) if size < most))
-
-
-class TooManyTokens(Exception):
-    """An image of a data-dependent request keeps more tokens than were reserved for it: such graphs have to be captured with more room."""
+        return {size: TokenCounts(0, cells, size) for size in bucket_sizes(images * cells)}
+    return {size: TokenCounts(0, size, images * size) for size in bucket_sizes(cells)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,14 +71,11 @@ class StageVariants:
     finite: Tensor | None
     counter: TokenCounter | None = None
     packed: bool = False
-    most: int = 0  # tokens of an image for which there is memory, where they are counted
 
     def smallest_sufficient(self, counts: Sequence[int] | None) -> StageGraph:
-        """`counts`: the tokens of every image, where they are counted. TooManyTokens where no graph is large enough."""
+        """`counts`: the tokens of every image, where they are counted."""
         if counts is None:
             return next(iter(self.graphs.values()))
-        if max(counts) > self.most:
-            raise TooManyTokens(f"an image keeps {max(counts)} tokens of a stage, and its captured graph has room for {self.most}")
         needed = sum(counts) if self.packed else max(counts)
         return self.graphs[min(size for size in self.graphs if size >= needed)]
 

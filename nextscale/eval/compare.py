@@ -47,9 +47,8 @@ class MethodResult:
     def measure(self, images: Tensor, dense: Tensor, lpips: Distance | None) -> None:
         """Adds the distances of images [B, 3, H, W] to the dense ones, both in 8 bits, by the measures that their size allows."""
         measures = {"psnr": psnr} | ({"ssim": ssim} if min(images.shape[2:]) >= WINDOW else {}) | ({"lpips": lpips} if lpips else {})
-        for ours, theirs in zip(images.split(METRIC_BATCH), dense.split(METRIC_BATCH), strict=True):
-            for name, measure in measures.items():
-                self.pairs.setdefault(name, []).append(measure(from_levels(ours), from_levels(theirs)).double().cpu())
+        for name, measure in measures.items():
+            self.pairs.setdefault(name, []).append(distances(measure, images, dense))
 
     def row(self, dense: MethodResult) -> Row:
         """Returns the columns of this method."""
@@ -210,6 +209,13 @@ def compare(
     common = requests.conditions(results[DENSE].reports[0])
     rows = [common | {"method": name, "settings": result.method.label} | result.row(results[DENSE]) for name, result in results.items()]
     return Comparison(rows, [prompt for numbers in requests.batches for prompt in requests.texts(numbers)], results)
+
+
+@torch.inference_mode()
+def distances(measure: Distance, ours: Tensor, theirs: Tensor) -> Tensor:
+    """Returns the distances [B] of images [B, 3, H, W] in 8 bits."""
+    pairs = zip(ours.split(METRIC_BATCH), theirs.to(ours.device).split(METRIC_BATCH), strict=True)
+    return torch.cat([measure(from_levels(one), from_levels(other)) for one, other in pairs]).double().cpu()
 
 
 def mixed_batches(count: int, batch: int) -> list[list[int]]:

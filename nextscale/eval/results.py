@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from ..device import hardware_name
 from ..errors import MissingExtra, NextscaleError, SettingError
 from ..io import append_text
-from ..report import hardware_name
 
 DENSE = "dense"  # name of the row that others are compared with
 

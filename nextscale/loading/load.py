@@ -46,7 +46,6 @@ from .presets import (
     build_on_meta,
     model_spec,
     require_shared_tokenizer,
-    smaller_models,
 )
 
 PathLike = str | Path
@@ -109,7 +108,6 @@ def load(
     reader = prompt_reader(spec, text_encoder, device, offload_text, download)
     pipeline = Pipeline(model, images, reader, spec.settings, spec.name, profiles=profiles, **options)
     pipeline.weights_folder = weights if weights.is_dir() else weights.parent
-    pipeline.partners.fitting = smaller_models(spec)
 
     def open_partner(other: str) -> Pipeline:
         require_shared_tokenizer(spec, model_spec(other))
@@ -277,7 +275,6 @@ def random_pipeline(
     if quantize is not None:
         quantize_model(model, quantize, device)
     pipe = Pipeline(model, tokenizer, prompt_reader(spec, random_encoder(spec.model, device), device), spec.settings, spec.name)
-    pipe.partners.fitting = smaller_models(spec)
     pipe.partners.open = partial(random_pipeline, device=device, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, seed=seed)
     return pipe
 

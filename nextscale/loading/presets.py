@@ -300,16 +300,6 @@ def model_spec(name: str | ModelSpec) -> ModelSpec:
     raise UnknownModel(f"unknown model {name!r}; {hint}Known models: {', '.join(MODELS)}.")
 
 
-def smaller_models(spec: ModelSpec) -> tuple[str, ...]:
-    """Returns the models of the same family, tokenizer and schedules with fewer blocks, smallest first."""
-
-    def alike(other: ModelSpec) -> tuple[Any, ...]:
-        return type(other.model), other.tokenizer_weights, other.settings.schedules
-
-    fitting = [other for other in MODELS.values() if alike(other) == alike(spec) and other.model.depth < spec.model.depth]
-    return tuple(other.name for other in sorted(fitting, key=lambda other: other.model.depth))
-
-
 def require_shared_tokenizer(spec: ModelSpec, other: ModelSpec) -> None:
     if other.tokenizer_weights != spec.tokenizer_weights:
         raise SettingError(f"{spec.name} and {other.name} must share a tokenizer. Choose two models of one family.")

@@ -7,8 +7,8 @@ import shlex
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from ..device import hardware_name
 from ..errors import SettingError
-from ..report import hardware_name
 from ..validation import is_number, require
 from .method import Method, Plans
 

@@ -5,19 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
-from ..errors import SettingError
 from ..guidance import CfgBranch
 from ..stage import Schedule
-from ..validation import is_int, is_one_of
+from ..validation import is_int, require, require_choice
 from .method import Method, Plans, StagePlan
 
 if TYPE_CHECKING:
     from ..models.base import NextScaleModel
-
-
-def check_kept_rows(value: object) -> None:
-    if not is_one_of(value, get_args(CfgBranch)):
-        raise SettingError(f"kept_rows is one of {', '.join(get_args(CfgBranch))}; got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -38,18 +32,14 @@ class DropGuidance(Method):
     fade: int = 0
 
     def __post_init__(self) -> None:
-        if self.first_stage is not None and not is_int(self.first_stage):
-            raise SettingError(f"first_stage is the first stage without guidance, a whole number from 0; got {self.first_stage!r}")
-        check_kept_rows(self.kept_rows)
-        if not is_int(self.fade):
-            raise SettingError(f"fade is a number of stages, 0 or more; got {self.fade!r}")
-        if self.fade and self.kept_rows != "cond":
-            raise SettingError(f'fade {self.fade}: the scale fades to 1, which is kept_rows "cond"; got {self.kept_rows!r}')
+        require(self.first_stage is None or is_int(self.first_stage), "first_stage", "a stage index from 0", self.first_stage)
+        require_choice("kept_rows", self.kept_rows, get_args(CfgBranch))
+        require(is_int(self.fade), "fade", "a number of stages from 0", self.fade)
+        require(not self.fade or self.kept_rows == "cond", "kept_rows", '"cond" with fade, since the scale fades to 1', self.kept_rows)
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         first = max(1, len(schedule) - 2) if self.first_stage is None else self.first_stage
-        if self.fade > first:
-            raise SettingError(f"fade {self.fade}: only {first} stages lie before stage {first}, the first without guidance")
+        require(self.fade <= first, "fade", f"at most {first}, the stages before the first without guidance", self.fade)
         return tuple(self._plan(first - stage.index) if guided else StagePlan() for stage in schedule)
 
     def _plan(self, before: int) -> StagePlan:

@@ -194,7 +194,7 @@ class SparseVAR(Method):
         return tuple(
             StagePlan(
                 observed=observed if first - 1 <= stage.index and not stage.last else (),
-                num_tokens=count if (count := tokens.get(stage.index, stage.cells)) < stage.cells else None,
+                num_tokens=tokens.get(stage.index),  # all cells, too: spans that need every cell are refused before anything runs
                 propagates=stage.cells if stage.last and propagates else None,
             )
             for stage in schedule

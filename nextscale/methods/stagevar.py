@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from ..models.blocks import Block, run_in_order
 from ..models.context import ForwardContext
 from ..sampling import Noise, cell_noise
 from ..stage import Schedule, Stage, Tokens, repeat_tail, to_double
-from ..validation import is_fraction, is_int, is_positive_fraction, require, require_flags, require_stages, sorted_pairs
-from .drop_guidance import check_kept_rows
+from ..validation import is_fraction, is_int, is_positive_fraction, require, require_choice, require_flags, require_stages, sorted_pairs
 from .method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
 from .stagevar_ranks import RankTable, counted_tokens, group_layers, read_rank_table, require_groups, table_for
 from .token_ops import require_own_text
@@ -91,7 +90,7 @@ class StageVAR(Method):
             object.__setattr__(self, "alphas", sorted_pairs("alphas", self.alphas, "number from 0 to 1", is_fraction))
         if self.ranks is not None:
             object.__setattr__(self, "ranks", checked_ranks(self.ranks))
-        check_kept_rows(self.kept_rows)
+        require_choice("kept_rows", self.kept_rows, get_args(CfgBranch))
         require(not self.as_released or self.kept_rows == "uncond", "kept_rows", '"uncond" with as_released', self.kept_rows)
 
     def start(self, setup: RunSetup) -> MethodRun:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ..batching.ray_cluster import CPUS, RaySettings, connected
+from ..device import hardware_name
 from ..errors import NextscaleError
 from ..pipeline import Pipeline
-from ..report import hardware_name
 from .plan import Batch
 from .sampler import Done, Generator, LongestPrompts, OnImages, longest_prompts, missing
 from .store import WRITERS, Encoded, Store

@@ -14,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from ..methods.registry import standard_methods
+from ..errors import NextscaleError
+from ..methods.registry import resolve_method, standard_methods
 from ..stage import Schedule
 from .catalogue import Catalogue, Served, parse_method, text_of
 from .compare import Comparer
@@ -26,6 +27,7 @@ from .security import COMPARE_PATH, OPEN_FOLDER, Gate, content_security
 from .service import Service
 
 STUDIO = Path(__file__).parent / "studio"
+AUTO_POINTS = ("auto:lpips=0.05", "auto:speedup=2", "auto:speedup=3")  # choices of the studio
 
 
 def create_app(service: Service) -> FastAPI:
@@ -120,6 +122,7 @@ def studio_model(served: Served) -> dict[str, Any]:
         "stages": len(served.default),
         "sizes": [{"size": text_of(size), "stages": len(schedules[size])} for size in sizes],
         "methods": {stages: named_methods(served, schedule) for stages, schedule in by_stages.items()},
+        "points": {stages: measured_points(served, schedule) for stages, schedule in by_stages.items()},
     }
 
 
@@ -131,4 +134,13 @@ def named_methods(served: Served, schedule: Schedule) -> dict[str, str]:
         with suppress(ApiError):
             served.plans(parse_method(text), schedule, guided, "method")
             found[name] = text
+    return found
+
+
+def measured_points(served: Served, schedule: Schedule) -> dict[str, str]:
+    """Returns the points of auto that a profile of the model holds at a number of stages, with what was measured."""
+    found = {}
+    for text in AUTO_POINTS:
+        with suppress(NextscaleError):
+            found[text] = str(resolve_method(text).resolve(served.pipeline.situation(schedule))[1]).partition(": ")[2]
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 from ..errors import SettingError
 from ..eval.compare import ROUNDS
@@ -13,43 +12,37 @@ VALIDATION = 0.25  # of the time
 LATEST = 1.4  # times the search's own time, after which it stops: with validation that is 1.3 times --minutes
 MIN_VALIDATED = 4  # winners
 IMAGES = 24  # of a candidate's first round, fewer if time is short
-NEEDED = 65  # trials, about, that no search goes without: every knob alone, other methods alone, and the best that is predicted
+NEEDED = 55  # trials, about, that no search goes without: every knob alone, other methods alone, and the best that is predicted
 NEEDED_SHARE = 0.6  # of the search's time, that they may take
 COST = 0.75  # of a trial, relative to dense generation, in the mean of the needed ones
 
 
-class Dense(Protocol):
-    """Measured dense generation."""
+def first_round(batch: int, per_image: float, minutes: float, prompts: int) -> int:
+    """Returns the images of a candidate's first round, whole batches of them, so that the needed trials take their share of the time.
 
-    batch: int
-
-    def dense_seconds_per_image(self) -> float: ...
-
-
-def first_round(batch: int, per_image: float, seconds: float) -> int:
-    """Returns the images of a candidate's first round so that the needed trials take their share of this time; one batch at least."""
-    return IMAGES if batch >= IMAGES else max(batch, min(IMAGES, int(NEEDED_SHARE * seconds / (NEEDED * per_image))))
-
-
-def require_time(minutes: float, dense: float) -> None:
-    """Refuses a search that cannot end in time, where a dense first round takes `dense` seconds."""
+    Refuses a search that cannot end in time, where dense generation takes `per_image` seconds.
+    """
+    seconds = 60 * minutes * (1 - VALIDATION)
+    wanted = max(batch, min(IMAGES, int(NEEDED_SHARE * seconds / (NEEDED * per_image))))
+    images = batch * min(-(-wanted // batch), prompts // batch)
+    dense = images * per_image
     smallest = NEEDED * COST * dense / (1 - VALIDATION) / 60
     if smallest > minutes:
         raise SettingError(
             f"the smallest search takes about {math.ceil(smallest)} min here ({NEEDED} trials; dense generation takes {dense:.1f} s)."
             f" Pass --minutes {math.ceil(1.2 * smallest)}, or a smaller --size or --batch."
         )
+    return images
 
 
-def max_winners(bench: Dense, minutes: float) -> int:
+def max_winners(batch: int, per_image: float, minutes: float) -> int:
     """Returns the number of winners that validation has time for, with dense generation and plain skipping beside them."""
-    return max(MIN_VALIDATED, int(60 * minutes * VALIDATION / (ROUNDS * bench.batch * bench.dense_seconds_per_image())) - 1 - SKIPPED)
+    return max(MIN_VALIDATED, int(60 * minutes * VALIDATION / (ROUNDS * batch * per_image)) - 1 - SKIPPED)
 
 
-def validation_prompts(bench: Dense, minutes: float, winners: int) -> int:
-    """Returns the number of prompts that validation has time for; three batches at least."""
-    longest = bench.dense_seconds_per_image() * (1 + SKIPPED + winners)  # nothing should take longer than dense generation
-    return max(ROUNDS * bench.batch, int(60 * minutes * VALIDATION / longest))
+def validation_prompts(batch: int, per_image: float, minutes: float, winners: int) -> int:
+    """Returns the number of prompts that validation has time for if no method is slower than dense generation; three batches at least."""
+    return max(ROUNDS * batch, int(60 * minutes * VALIDATION / (per_image * (1 + SKIPPED + winners))))
 
 
 def filling_batches(count: int, batch: int) -> int:

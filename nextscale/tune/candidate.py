@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..guidance import CfgBranch
-from ..methods.method import Method
-from ..methods.registry import resolve_method
-
 Amounts = tuple[tuple[int, float], ...]
 
 
@@ -19,9 +15,7 @@ class Candidate:
     alpha: int = 4  # of SparseVAR's anchors
     change: str = ""  # SparseVAR's settings of where it measures change and places anchors; "": its defaults
     peer: str = ""  # another method with its settings, of `space.ladders`
-    unguided: int | None = None  # the first stage that runs one cfg branch
-    kept_rows: CfgBranch = "cond"
-    fade: int = 0  # stages before that one over which guidance falls
+    unguided: int | None = None  # the first stage without guidance
     skipped: int = 0  # of the last stages
     left_out: tuple[int, ...] = ()  # stages before those
 
@@ -37,16 +31,11 @@ class Candidate:
         if self.peer:
             parts.append(self.peer)
         if self.unguided is not None:
-            rows = "" if self.kept_rows == "cond" else f",kept_rows={self.kept_rows}"
-            parts.append(f"dropguidance:first_stage={self.unguided}{rows}{f',fade={self.fade}' if self.fade else ''}")
+            parts.append(f"dropguidance:first_stage={self.unguided}")
         skips = [f"last={self.skipped}"] * (self.skipped > 0) + [f"stages={list(self.left_out)}"] * bool(self.left_out)
         if skips:
             parts.append(f"skip:{','.join(skips)}")
         return " + ".join(parts) or "dense"
-
-    @property
-    def method(self) -> Method:
-        return resolve_method(self.text)
 
     @property
     def peer_name(self) -> str:
@@ -62,9 +51,8 @@ class Candidate:
         shrinking: dict[int, float] = {}
         for stage in sorted(amounts):
             shrinking[stage] = min(amounts[stage], shrinking.get(stage - 1, 1.0))
-        if not shrinking:
-            return replace(self, amounts=(), alpha=Candidate.alpha, change="")
-        return replace(self, amounts=tuple(shrinking.items()))
+        changed = replace(self, amounts=tuple(shrinking.items()))
+        return changed if shrinking else replace(changed, alpha=Candidate.alpha, change="")
 
     def without_stages(self, skipped: int, left_out: tuple[int, ...], stages: int) -> Candidate:
         """Returns it with other stages left out, which then are not reduced either."""

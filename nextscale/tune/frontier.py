@@ -3,70 +3,54 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from itertools import zip_longest
 from typing import TypeVar
+
+import numpy as np
 
 T = TypeVar("T")
 MAX_RANGES = 12  # of speed
 WANTED = (1.2, 5.0)  # the speedups that these ranges divide; those beyond belong to the first or the last of them
 
-Place = Callable[[T], tuple[float, float]]
+Place = tuple[float, float]
 """Speedup, and distance to dense."""
 
 
-def gaps(places: Sequence[tuple[float, float]]) -> list[float]:
-    """Returns each speedup relative to the fastest that is no further from dense: 1 at the frontier, less behind it."""
-    ordered = sorted(places, key=lambda place: place[1])
-    distances = [distance for _, distance in ordered]
-    fastest = list(accumulate((speedup for speedup, _ in ordered), max))
-    return [speedup / fastest[bisect_right(distances, distance) - 1] for speedup, distance in places]
-
-
-def frontier(items: Sequence[T], of: Place[T]) -> list[T]:
+def frontier(places: Mapping[T, Place]) -> list[T]:
     """Returns the items that nothing beats in both, slowest first; of equals the first."""
     found: list[T] = []
     best = -math.inf
-    for item in sorted(items, key=lambda item: (of(item)[1], -of(item)[0])):  # nearest first
-        if of(item)[0] > best:
+    for item, (speedup, _) in sorted(places.items(), key=lambda entry: (entry[1][1], -entry[1][0])):  # nearest first
+        if speedup > best:
             found.append(item)
-            best = of(item)[0]
+            best = speedup
     return found
 
 
-def near_frontier(items: Sequence[T], of: Place[T], count: int) -> list[T]:
+def speed_by_distance(places: Iterable[Place]) -> Callable[[float], float]:
+    """Returns the speedup of a frontier that starts at dense generation, along straight lines between its points."""
+    speedups, distances = np.array(frontier({place: place for place in [(1.0, 0.0), *places]})).T
+    return lambda distance: float(np.interp(distance, distances, speedups))
+
+
+def near_frontier(places: Mapping[T, Place], count: int) -> list[T]:
     """Returns at most `count` items, of several ranges of speed in turn, always the one nearest to the frontier."""
-    places = [of(item) for item in items]
-    return spread(items, [speedup for speedup, _ in places], gaps(places), count)
+    fastest = speed_by_distance(places.values())
+    return spread({item: (speedup, speedup / fastest(distance)) for item, (speedup, distance) in places.items()}, count)
 
 
-def spread(items: Sequence[T], speedups: Sequence[float], scores: Sequence[float], count: int) -> list[T]:
-    """Returns at most `count` items, of several ranges of speed in turn, always the one with the highest score."""
-    if not items:
+def spread(scored: Mapping[T, tuple[float, float]], count: int) -> list[T]:
+    """Returns at most `count` items by speedup and score: of several ranges of speed in turn, the highest score first."""
+    if not scored:
         return []
     bins = max(1, min(MAX_RANGES, count // 2))
-    low, high = (math.log(min(max(pick(speedups), WANTED[0]), WANTED[1])) for pick in (min, max))
+    speedups = [speedup for speedup, _ in scored.values()]
+    low, high = (math.log(min(max(end, WANTED[0]), WANTED[1])) for end in (min(speedups), max(speedups)))
     width = (high - low) / bins or 1.0
-    shelves: dict[int, list[tuple[float, int]]] = {}
-    for number, (speedup, score) in enumerate(zip(speedups, scores, strict=True)):
-        shelf = max(0, min(bins - 1, int((math.log(speedup) - low) / width)))
-        shelves.setdefault(shelf, []).append((-score, number))
-    for shelf_items in shelves.values():
-        shelf_items.sort()
-    chosen: list[int] = []
-    for rank in range(len(items)):
-        for shelf in sorted(shelves):
-            if rank < len(shelves[shelf]) and len(chosen) < count:
-                chosen.append(shelves[shelf][rank][1])
-    return [items[number] for number in chosen]
-
-
-def thinned(items: Sequence[T], of: Place[T], count: int) -> list[T]:
-    """Returns at most `count` items of a frontier, evenly spread over the logarithm of the speedup, with both ends."""
-    if len(items) <= count:
-        return list(items)
-    low, high = math.log(of(items[0])[0]), math.log(of(items[-1])[0])
-    wanted = [low + (high - low) * step / (count - 1) for step in range(count)]
-    chosen = {min(range(len(items)), key=lambda number: abs(math.log(of(items[number])[0]) - place)) for place in wanted}
-    return [items[number] for number in sorted(chosen)]
+    shelves: dict[int, list[T]] = defaultdict(list)
+    for item in sorted(scored, key=lambda item: -scored[item][1]):
+        shelves[max(0, min(bins - 1, int((math.log(scored[item][0]) - low) / width)))].append(item)
+    turns = zip_longest(*(shelves[shelf] for shelf in sorted(shelves)))
+    return [item for turn in turns for item in turn if item is not None][:count]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..errors import NextscaleError
-from ..guidance import CfgBranch
+from ..methods.registry import resolve_method
 from ..models.base import NextScaleModel
 from ..planning.cost import Workload, request_cost
 from .candidate import Candidate
@@ -29,7 +30,6 @@ class Predictor:
     workload: Workload
     trials: Sequence[tuple[Candidate, Trial]]  # of single knobs, dense generation first
     together: Sequence[tuple[Candidate, Trial]] = ()  # of several knobs
-    ladders: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of peers, mild before bold
     counted: dict[Candidate, tuple[int, ...] | None] = field(default_factory=dict)
 
     @property
@@ -39,15 +39,6 @@ class Predictor:
     @cached_property
     def distances(self) -> dict[Candidate, float]:
         return {candidate: trial.lpips for candidate, trial in self.trials if trial.error is None}
-
-    @cached_property
-    def rows(self) -> CfgBranch:
-        """The branch whose rows are nearer to dense if guidance is dropped."""
-        total = {"cond": 0.0, "uncond": 0.0}
-        for candidate, distance in self.distances.items():
-            if candidate.unguided is not None and not candidate.fade:
-                total[candidate.kept_rows] += distance
-        return "cond" if total["cond"] <= total["uncond"] else "uncond"
 
     def distance(self, candidate: Candidate) -> float:
         return self._norm(candidate, self.power)
@@ -62,58 +53,35 @@ class Predictor:
 
     def _norm(self, candidate: Candidate, power: float) -> float:
         """Returns the distance if the powers of its parts add up. Knobs spoil partly the same, so the power is above 1."""
-        last, rows = self.stages - candidate.skipped, candidate.kept_rows
-        parts = [self.distances.get(Candidate(skipped=candidate.skipped), 0.0), self._peer(candidate.peer)]
-        parts += [self.distances.get(Candidate(left_out=(stage,)), 0.0) for stage in candidate.left_out]
-        parts += [self._reduced(stage, share) * self._alpha(candidate.alpha) for stage, share in candidate.amounts]
+        alone = [Candidate(skipped=candidate.skipped), *(Candidate(left_out=(stage,)) for stage in candidate.left_out)]
+        parts = [self.distances.get(one, 0.0) for one in alone]
+        parts += [self.distances.get(Candidate(peer=candidate.peer), math.inf)] if candidate.peer else []
+        parts += [interpolated(self._shares[stage], share) * self._alpha(candidate.alpha) for stage, share in candidate.amounts]
         total = sum(part**power for part in parts)
         if candidate.unguided is not None:
-            dropped = self._unguided(candidate.unguided, rows) * self._fading**candidate.fade
-            total += max(0.0, dropped**power - self._unguided(last, rows) ** power)
+            dropped, last = (Candidate(unguided=first) for first in (candidate.unguided, self.stages - candidate.skipped))
+            total += max(0.0, self.distances.get(dropped, 0.0) ** power - self.distances.get(last, 0.0) ** power)
         return total ** (1 / power)
-
-    def _unguided(self, first: int, rows: str) -> float:
-        return self.distances.get(Candidate(unguided=first, kept_rows=rows), 0.0)  # type: ignore[arg-type]
-
-    @cached_property
-    def _fading(self) -> float:
-        """Relative distance if guidance falls over the stage before."""
-        faded = {candidate: distance for candidate, distance in self.distances.items() if candidate.fade == 1}
-        at_once = {candidate: self.distances.get(replace(candidate, fade=0), 0.0) for candidate in faded}
-        ratios = [faded[candidate] / distance for candidate, distance in at_once.items() if distance > 0]
-        return sum(ratios) / len(ratios) if ratios else 1.0
-
-    def _reduced(self, stage: int, share: float) -> float:
-        return interpolated(self._shares.get(stage, {1.0: 0.0}), share)
 
     @cached_property
     def _shares(self) -> dict[int, dict[float, float]]:
         """Distances of every stage that was reduced alone, by the share of its cells."""
-        found: dict[int, dict[float, float]] = {}
+        found: dict[int, dict[float, float]] = defaultdict(lambda: {1.0: 0.0})
         for candidate, distance in self.distances.items():
             if len(candidate.amounts) == 1 and candidate.alpha == Candidate.alpha:
                 stage, share = candidate.amounts[0]
-                found.setdefault(stage, {1.0: 0.0})[share] = distance
+                found[stage][share] = distance
         return found
 
     def _alpha(self, alpha: int) -> float:
         """Returns the distance relative to the usual anchors with the same shares."""
-        return interpolated(self._alphas, float(alpha)) if alpha != Candidate.alpha else 1.0
+        known = self._alphas.get(Candidate.alpha, 0.0)
+        return interpolated(self._alphas, alpha) / known if known > 0 and alpha != Candidate.alpha else 1.0
 
     @cached_property
     def _alphas(self) -> dict[float, float]:
-        of = {c.alpha: d for c, d in self.distances.items() if c.amounts == ((self.stages - 1, PROBED_SHARES[-1]),)}
-        usual = of.get(Candidate.alpha, 0.0)
-        return {float(alpha): distance / usual for alpha, distance in of.items()} if usual > 0 else {float(Candidate.alpha): 1.0}
-
-    def _peer(self, peer: str) -> float:
-        """Returns its distance alone; interpolates between settings that were tried."""
-        if not peer:
-            return 0.0
-        steps = list(self.ladders.get(Candidate(peer=peer).peer_name, (peer,)))
-        alone = {float(number): self.distances.get(Candidate(peer=step)) for number, step in enumerate(steps)}
-        known = {number: distance for number, distance in alone.items() if distance is not None}
-        return interpolated(known, float(steps.index(peer))) if known else math.inf
+        probed = ((self.stages - 1, PROBED_SHARES[-1]),)
+        return {candidate.alpha: distance for candidate, distance in self.distances.items() if candidate.amounts == probed}
 
     def speedup(self, candidate: Candidate) -> float:
         return self.trials[0][1].seconds / self.seconds(candidate)
@@ -127,23 +95,13 @@ class Predictor:
         kinds = [*([SPARSE] if candidate.amounts else []), *([candidate.peer_name] if candidate.peer else [])] or [PLAIN]
         rates = zip(*(self.rates.get(kind, self.rates[PLAIN]) for kind in kinds), strict=True)
         stages = sum(max(overhead + slope * work for overhead, slope in each) for work, each in zip(macs, rates, strict=True) if work)
-        decoding = max(0.0, dense.seconds - sum(dense.stages))  # medians of their own, which need not add up
-        return decoding + self._savings.get(candidate.peer, 1.0) * stages
-
-    @cached_property
-    def _savings(self) -> dict[str, float]:
-        """MACs relative to planned ones, of peers that decide per image."""
-        dense, found = self.macs(Candidate()) or (), {}
-        for candidate, trial in self.trials:
-            if candidate.peer and trial.error is None and (planned := self.macs(candidate)) is not None:
-                found[candidate.peer] = min(1.0, trial.cost_share * sum(dense) / sum(planned))
-        return found
+        return max(0.0, dense.seconds - sum(dense.stages)) + stages  # decoding: medians of their own, which need not add up
 
     def macs(self, candidate: Candidate) -> tuple[int, ...] | None:
         """Returns the MACs of every stage; None if the model or the schedule does not allow the candidate."""
         if candidate not in self.counted:
             try:
-                plans = candidate.method.forecast(self.model, self.workload.schedule, self.workload.guided)
+                plans = resolve_method(candidate.text).forecast(self.model, self.workload.schedule, self.workload.guided)
             except NextscaleError:
                 self.counted[candidate] = None
             else:
@@ -158,16 +116,11 @@ class Predictor:
 
     def _rates(self, kind: str) -> list[tuple[float, float]]:
         fitting = [(c, t) for c, t in self.trials if t.timed and (SPARSE if c.amounts else c.peer_name) in (PLAIN, kind)]
-        counted = ((self.macs(candidate), trial.stages) for candidate, trial in fitting)
-        measured = [(macs, times) for macs, times in counted if macs is not None]
+        measured = [(macs, trial.stages) for candidate, trial in fitting if (macs := self.macs(candidate)) is not None]
         return [fitted([(macs[k], times[k]) for macs, times in measured if macs[k]]) for k in range(self.stages)]
 
     def possible(self, candidate: Candidate) -> bool:
         return self.macs(candidate) is not None
-
-    def place(self, candidate: Candidate) -> tuple[float, float]:
-        """Returns speedup and distance."""
-        return self.speedup(candidate), self.distance(candidate)
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

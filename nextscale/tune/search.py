@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 from ..errors import NextscaleError
 from ..eval.compare import OnProgress
 from ..planning.cost import Workload
 from .candidate import Amounts, Candidate
 from .foresight import foresight
-from .frontier import WANTED, frontier, gaps, near_frontier, spread, thinned
+from .frontier import WANTED, Place, frontier, near_frontier, speed_by_distance, spread
 from .log import TrialLog
 from .predict import Predictor
-from .space import CONTENT, LATE, LOGITS, Space, ladders, probed
+from .space import CONTENT, LATE, LOGITS, Space, ladders
 from .trials import Bench, Trial
 
 EXPLORED, HALVED = 0.6, 0.85  # of the time, until candidates meet more prompts, and until only the winners' neighbours are tried
-STEPPED = 12  # neighbours that are run before the frontier is drawn anew
+STEPPED = 12  # neighbours that are run before the frontier is computed again
 CHANGES = 3  # groups of blocks, besides the default and the logits, that are tried where change is measured
 ALIKE = 1.1  # of the least LPIPS: where else change may be measured
 STEEP = 2  # along nano's frontier LPIPS grows with this power of the speed
@@ -30,6 +29,8 @@ MAX_ROUNDS = 4  # of prompts; validation tells the rest apart
 WORTH = 1.03  # of dense generation's speed, that a winner has
 MIN_PREDICTED, MAX_PREDICTED = 12, 500  # candidates of the predicted frontier that are run: in any case, and at most
 
+Places = dict[Candidate, Place]
+
 
 @dataclass(eq=False)
 class Search:
@@ -37,17 +38,17 @@ class Search:
 
     bench: Bench
     log: TrialLog
+    images: int  # of a candidate's first round
     seconds: float
     workload: Workload
     on_progress: OnProgress = lambda what, share: None  # the next step, and the share of the time: above 1 if needed trials take longer
-    tried: dict[str, Candidate] = field(default_factory=dict)
-    seen: dict[tuple[str, int, bool], Trial] = field(default_factory=dict)  # by candidate, rounds and whether timed, in order
+    seen: dict[tuple[Candidate, int, bool], Trial] = field(default_factory=dict)  # by candidate, rounds and whether timed, in order
     space: Space = field(init=False)
     predictor: Predictor = field(init=False)
 
     def __post_init__(self) -> None:
         self.space = Space(len(self.bench.schedule), self.workload.guided)
-        self.predictor = Predictor(self.bench.pipeline.model, self.workload, (), ladders=ladders(self.space.stages))
+        self.predictor = Predictor(self.bench.pipeline.model, self.workload, ())
 
     @property
     def most(self) -> float:
@@ -61,22 +62,16 @@ class Search:
 
     def trial(self, candidate: Candidate, rounds: int = 1, what: str = "runs", timed: bool = True) -> Trial:
         """Returns a run of the candidate, or its trial in the log. The speed of an untimed one is predicted."""
-        timed = self.bench.times(timed)
-        key = candidate.text, rounds, timed
+        text, images, timed = candidate.text, rounds * self.images, self.bench.times(timed)
+        key = candidate, rounds, timed
         if key not in self.seen:
-            self.on_progress(f"trial {len(self.seen) + 1}, {what}: {candidate.text}", self.spent)
-            self.tried[candidate.text] = candidate
-            batches = rounds * self.bench.unit
-            found = self.log.get(candidate.text, self.bench.images(batches), timed)
-            self.seen[key] = found or self.log.add(
-                replace(self.bench.run(candidate.text, batches, timed), predicted=self.expected(candidate))
+            self.on_progress(f"trial {len(self.seen) + 1}, {what}: {text}", self.spent)
+            known = candidate.knobs > 1 and self.predictor.trials  # single knobs are what predictions come from
+            expected = self.predictor.distance(candidate) if known else 0.0
+            self.seen[key] = self.log.get(text, images, timed) or self.log.add(
+                replace(self.bench.run(text, images, timed), predicted=expected if math.isfinite(expected) else 0.0)
             )
         return self.seen[key]
-
-    def expected(self, candidate: Candidate) -> float:
-        """Returns the predicted distance if several knobs are turned; 0 for single ones, from which it is predicted."""
-        known = candidate.knobs > 1 and self.predictor.trials
-        return distance if known and math.isfinite(distance := self.predictor.distance(candidate)) else 0.0
 
     def run(self) -> list[Candidate]:
         """Returns the winners, slowest first."""
@@ -86,9 +81,7 @@ class Search:
         self.refine(1, EXPLORED, timed=False)
         rounds = self.halve()
         self.refine(rounds, 1.0, timed=True)
-        last = self.places(rounds)
-        best = frontier([candidate for candidate, (speedup, _) in last.items() if speedup > WORTH], last.__getitem__)
-        return thinned(best, last.__getitem__, MAX_WINNERS)
+        return frontier({candidate: place for candidate, place in self.places(rounds).items() if place[0] > WORTH})
 
     def measure_knobs(self) -> None:
         """Runs dense generation, finds where change is best measured, and runs every knob alone."""
@@ -101,7 +94,6 @@ class Search:
         measured += [(candidate, self.trial(candidate, what="one knob", timed=timed)) for candidate, timed in self.space.singles()]
         known = Candidate(self.all_late, change=self.space.change)
         self.predictor = replace(self.predictor, trials=measured, together=[(known, self.trial(known, timed=False))])
-        self.space = replace(self.space, rows=self.predictor.rows)
 
     @property
     def all_late(self) -> Amounts:
@@ -120,8 +112,8 @@ class Search:
             seen = self.log.add_foresight(foresight(self.bench.pipeline, self.bench.schedule, prompts, seeds, LATE))
         best = sorted(seen, key=lambda group: (-seen[group], group))[:CHANGES]
         settings = ["", LOGITS, *(f"blocks={list(group)}" for group in best)]
-        reduced = {change: Candidate(self.all_late, change=change) for change in settings}
-        trials = {change: self.trial(reduced[change], what="where change is measured", timed=False) for change in settings}
+        reduced = ((change, Candidate(self.all_late, change=change)) for change in settings)
+        trials = {change: self.trial(candidate, what="where change is measured", timed=False) for change, candidate in reduced}
         usable = {trial.lpips: change for change, trial in reversed(trials.items()) if trial.error is None}  # of equals the first
         return self.with_anchors([usable[distance] for distance in sorted(usable) if distance <= ALIKE * min(usable)] or [""])
 
@@ -136,51 +128,41 @@ class Search:
 
     def measure_peers(self) -> None:
         """Runs other methods alone, untimed. Those that could come near the frontier if they were as fast as their MACs are timed once."""
-        known = self.predictor.ladders
-        alone = [Candidate(peer=peer) for steps in known.values() for peer in probed(steps)]
+        known = ladders(self.space.stages)
+        alone = [Candidate(peer=peer) for steps in known.values() for peer in steps]
         found = [(candidate, self.trial(candidate, what="another method", timed=False)) for candidate in alone]
         self.predictor = replace(self.predictor, trials=[*self.predictor.trials, *found])
-        usable = {name: tuple(peer for peer in steps if self.predictor.possible(Candidate(peer=peer))) for name, steps in known.items()}
-        best = self.nearest_peers({name: steps for name, steps in usable.items() if steps})
+        best = self.nearest_peers(known)
         timed = [(candidate, self.trial(candidate, what="another method, timed")) for candidate in best.values()]
         self.predictor = replace(self.predictor, trials=[*self.predictor.trials, *timed])
-        left = self.nearest_peers({name: usable[name] for name in best})
-        apart = frozenset(name for name, candidate in left.items() if not self.goes_with_budgets(candidate.peer))
-        self.space = replace(self.space, peers={name: usable[name] for name in left}, apart=apart)
-
-    def goes_with_budgets(self, peer: str) -> bool:
-        """Returns False if another method fails beside SparseVAR's budgets when it runs; that holds for all candidates, plans for each."""
-        for change in dict.fromkeys((self.space.change, LOGITS)):
-            together = Candidate(self.all_late, change=change, peer=peer)
-            failed = self.trial(together, what="with budgets", timed=False).error is not None
-            if not failed or self.predictor.possible(together):
-                return not failed
-        return True
+        self.space = replace(self.space, peers={name: known[name] for name in self.nearest_peers({name: known[name] for name in best})})
 
     def nearest_peers(self, peers: Mapping[str, tuple[str, ...]]) -> dict[str, Candidate]:
         """Returns, for each method that comes near the predicted frontier alone or with other knobs, its nearest setting."""
         places = self.predicted(replace(self.space, peers=peers))
+        fastest = speed_by_distance(places.values())
         best: dict[str, tuple[float, str]] = {}
-        for (candidate, (speedup, _)), gap in zip(places.items(), gaps(list(places.values())), strict=True):
-            if candidate.peer and gap >= NEAR and speedup >= WANTED[0]:
-                best[candidate.peer_name] = max(best.get(candidate.peer_name, (0.0, "")), (gap, candidate.peer))
+        for candidate, (speedup, distance) in places.items():
+            if candidate.peer and speedup >= max(WANTED[0], NEAR * fastest(distance)):
+                best[candidate.peer_name] = max(best.get(candidate.peer_name, (0.0, "")), (speedup / fastest(distance), candidate.peer))
         return {name: Candidate(peer=peer) for name, (_, peer) in sorted(best.items())}
 
-    def predicted(self, space: Space) -> dict[Candidate, tuple[float, float]]:
+    def predicted(self, space: Space) -> Places:
         """Returns speedup and distance of all combinations that are no further from dense than some single knob."""
         possible = (candidate for candidate in space.combinations() if self.predictor.possible(candidate))
-        places = {candidate: self.predictor.place(candidate) for candidate in possible}
+        places = {candidate: (self.predictor.speedup(candidate), self.predictor.distance(candidate)) for candidate in possible}
         return {candidate: place for candidate, place in places.items() if place[1] <= self.most}
 
     def explore(self) -> None:
         """Runs candidates at or near the predicted frontier."""
         places = self.predicted(self.space)
-        for number, candidate in enumerate(near_frontier(list(places), places.__getitem__, MAX_PREDICTED)):
+        for number, candidate in enumerate(near_frontier(places, MAX_PREDICTED)):
             if self.spent > EXPLORED / 2 and number >= MIN_PREDICTED:
                 break
             self.trial(candidate, what="predicted", timed=False)
-        measured = [(self.tried[text], trial) for (text, rounds, _), trial in self.seen.items() if rounds == 1]
-        several = [(c, trial) for c, trial in measured if c in places and c.amounts and c.knobs > len(c.amounts)]
+        several = [
+            (c, trial) for (c, rounds, _), trial in self.seen.items() if rounds == 1 and c in places and c.knobs > len(c.amounts) > 0
+        ]
         self.predictor = replace(self.predictor, together=several or self.predictor.together)
 
     def refine(self, rounds: int, until: float, timed: bool) -> None:
@@ -199,19 +181,19 @@ class Search:
 
         Each is predicted from its origin's measurement and the predicted change.
         """
-        predictor, measured = self.predictor, self.places(rounds)
-        edge = frontier([(1.0, 0.0), *measured.values()], lambda place: place)
-        promise: dict[Candidate, tuple[float, float]] = {}
-        for origin in frontier(list(measured), measured.__getitem__):
+        predictor, measured, tried = self.predictor, self.places(rounds), {candidate for candidate, _, _ in self.seen}
+        fastest = speed_by_distance(measured.values())
+        promise: Places = {}
+        for origin in frontier(measured):
             for candidate in self.space.neighbours(origin, fine):
-                if candidate.text in self.tried or not predictor.possible(candidate):
+                if candidate in tried or not predictor.possible(candidate):
                     continue
                 speedup = measured[origin][0] * predictor.speedup(candidate) / predictor.speedup(origin)
                 distance = measured[origin][1] * ratio(predictor.distance(candidate), predictor.distance(origin))
                 if distance <= self.most:
-                    promise[candidate] = max(promise.get(candidate, (0.0, 1.0)), (speedup / behind(distance, edge), speedup))
-        ordered = sorted(promise, key=lambda candidate: candidate.text)
-        return spread(ordered, [promise[c][1] for c in ordered], [promise[c][0] for c in ordered], STEPPED)
+                    scored = speedup, speedup / fastest(distance)
+                    promise[candidate] = max(promise.get(candidate, scored), scored, key=lambda one: one[1])
+        return spread(promise, STEPPED)
 
     def halve(self) -> int:
         """Runs candidates near the frontier on twice as many prompts, and half of them again, until prompts or time are used up.
@@ -219,37 +201,23 @@ class Search:
         Returns the number of rounds after which some are left.
         """
         rounds, count = 1, MAX_CANDIDATES
-        while rounds * 2 <= min(MAX_ROUNDS, self.bench.batches // self.bench.unit) and self.spent < HALVED:
+        while rounds * 2 <= min(MAX_ROUNDS, len(self.bench.prompts) // self.images) and self.spent < HALVED:
             before = self.places(rounds)
             rounds, count = rounds * 2, max(MAX_WINNERS, count // 2)
-            for candidate in near_frontier(list(before), before.__getitem__, count):
+            for candidate in near_frontier(before, count):
                 if self.spent >= 1:
                     break
                 self.trial(candidate, rounds, what="more prompts")
         return rounds if self.places(rounds) else max(1, rounds // 2)
 
-    def places(self, rounds: int) -> dict[Candidate, tuple[float, float]]:
+    def places(self, rounds: int) -> Places:
         """Returns speedup and distance of the candidates of interest that ran this many rounds, without dense generation."""
-        found: dict[Candidate, tuple[float, float]] = {}
-        for (text, ran, timed), trial in self.seen.items():
-            candidate = self.tried[text]
-            if ran == rounds and trial.error is None and text != "dense" and (timed or candidate not in found):
+        found: Places = {}
+        for (candidate, ran, timed), trial in self.seen.items():
+            if ran == rounds and trial.error is None and candidate.knobs and trial.lpips <= self.most and (timed or candidate not in found):
                 found[candidate] = (trial.speedup if trial.timed else self.predictor.speedup(candidate), trial.lpips)
-        return {candidate: place for candidate, place in found.items() if place[1] <= self.most}
-
-
-def behind(distance: float, edge: Sequence[tuple[float, float]]) -> float:
-    """Returns the speedup of a frontier at a distance, along straight lines between its points."""
-    for (slow, near), (fast, far) in pairwise(edge):
-        if distance <= far:
-            return slow + (fast - slow) * (distance - near) / (far - near) if far > near else fast
-    return edge[-1][0]
+        return found
 
 
 def ratio(after: float, before: float) -> float:
     return after / before if before > 0 and math.isfinite(after) else 1.0
-
-
-def tune(bench: Bench, log: TrialLog, seconds: float, workload: Workload, on_progress: OnProgress) -> list[Candidate]:
-    """Returns the candidates at the frontier of the prompts of the search, slowest first."""
-    return Search(bench, log, seconds, workload, on_progress).run()

@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from ..errors import NextscaleError
-from ..eval.compare import Distance
+from ..eval.compare import Distance, distances
 from ..eval.results import short_error, wait
-from ..io import from_levels, to_levels
+from ..io import to_levels
 from ..methods.method import Method
 from ..methods.registry import resolve_method
 from ..pipeline import Pipeline
 from ..report import Report
 from ..stage import Schedule
 
-METRIC_BATCH = 32  # images that are compared at a time
 APART = 10  # a dense batch is timed again on a CPU after as many times its length: another program may have started or ended
 
 
@@ -68,22 +67,13 @@ class Bench:
     batch: int
     seed: int
     lpips: Distance
-    least: int = 24  # images of the first round
     dense_images: dict[tuple[int, bool], Tensor] = field(default_factory=dict)  # [B, 3, H, W] in 8 bits, by batch number and whether timed
     dense_seconds: list[float] = field(default_factory=list)  # of dense batches, the latest last
     dense_timed: float = 0.0  # when the latest was timed
 
     @property
-    def batches(self) -> int:
-        return len(self.prompts) // self.batch
-
-    @property
-    def unit(self) -> int:
-        """Batches of the first round; a long enough list of prompts has more."""
-        return max(1, min(-(-self.least // self.batch), self.batches))
-
-    def images(self, batches: int) -> int:
-        return batches * self.batch
+    def on_gpu(self) -> bool:
+        return self.pipeline.model.device.type == "cuda"
 
     @cached_property
     def eager(self) -> Pipeline:
@@ -91,54 +81,35 @@ class Bench:
         pipe = self.pipeline
         return Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, pipe.name, "eager")
 
-    def dense(self, number: int, timed: bool) -> Tensor:
-        key = number, timed
-        if key not in self.dense_images:
-            for _ in range(2 if timed and self.on_gpu and not self.dense_images else 0):  # until it is captured
-                self._generate(Method(), number, timed)
-            self.dense_images[key] = self._generate(Method(), number, timed)[0].cpu()
-        return self.dense_images[key]
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.pipeline.model.device.type == "cuda"
-
     def times(self, timed: bool) -> bool:
         """Returns True if a run is timed: on a CPU every one is, since that costs nothing."""
         return timed or not self.on_gpu
 
-    def run(self, text: str, batches: int, timed: bool = True) -> Trial:
-        """Runs the candidate on the first batches; a failure is a trial too. A timed run on a GPU is captured first, which takes longer."""
-        begun = time.perf_counter()
-        try:
-            trial = self._run(text, resolve_method(text), batches, self.times(timed))
-        except NextscaleError as error:
-            trial = Trial(text, self.images(batches), error=short_error(error))
-        return replace(trial, took=time.perf_counter() - begun)
-
-    def _run(self, text: str, method: Method, batches: int, timed: bool) -> Trial:
+    def run(self, text: str, images: int, timed: bool = True) -> Trial:
+        """Runs the candidate on the first images, whole batches; a failure is a trial too. A timed run on a GPU is captured first."""
+        begun, timed = time.perf_counter(), self.times(timed)
         reports: list[Report] = []
-        distances: list[Tensor] = []
-        for _ in range(2 if timed and self.on_gpu else 0):  # programs are loaded in the first request, graphs captured in the second
-            self._generate(method, 0, timed)
-        for number in range(batches):
-            dense = self.dense(number, timed)
-            images, report = self._generate(method, number, timed)
-            reports.append(report)
-            distances.append(self._distance(images, dense))
-        distance, cost = float(torch.cat(distances).mean()), statistics.fmean(report.cost_share for report in reports)
-        if not timed:
-            return Trial(text, self.images(batches), distance, cost_share=cost)
-        self._time_dense()
-        return Trial(
-            text,
-            self.images(batches),
-            distance,
-            statistics.median(report.seconds for report in reports),
-            tuple(statistics.median(times) for times in zip(*([s.seconds for s in r.stages] for r in reports), strict=True)),
-            cost,
-            self._dense_seconds(),
-        )
+        found: list[Tensor] = []
+        try:
+            method = resolve_method(text)
+            self._capture(method, timed)
+            for number in range(images // self.batch):
+                dense = self._dense(number, timed)
+                made, report = self._generate(method, number, timed)
+                reports.append(report)
+                found.append(distances(self.lpips, made, dense))
+            trial = Trial(text, images, float(torch.cat(found).mean()), cost_share=statistics.fmean(one.cost_share for one in reports))
+            if timed:
+                self._time_dense()
+                trial = replace(
+                    trial,
+                    seconds=statistics.median(report.seconds for report in reports),
+                    stages=tuple(map(statistics.median, zip(*([s.seconds for s in r.stages] for r in reports), strict=True))),
+                    dense=self._dense_seconds(),
+                )
+        except NextscaleError as error:
+            trial = Trial(text, images, error=short_error(error))
+        return replace(trial, took=time.perf_counter() - begun)
 
     def first_look(self) -> float:
         """Returns seconds per image of dense generation. On a CPU it generates one image, since there time grows with the batch."""
@@ -153,6 +124,18 @@ class Bench:
             self._time_dense()
         return self._dense_seconds() / self.batch
 
+    def part(self, number: int) -> tuple[list[Any], list[int]]:
+        """Returns the prompts and seeds of a batch."""
+        numbers = range(number * self.batch, (number + 1) * self.batch)
+        return [self.prompts[i] for i in numbers], [self.seed + i for i in numbers]
+
+    def _dense(self, number: int, timed: bool) -> Tensor:
+        key = number, timed
+        if key not in self.dense_images:
+            self._capture(Method(), timed and not self.dense_images)
+            self.dense_images[key] = self._generate(Method(), number, timed)[0].cpu()
+        return self.dense_images[key]
+
     def _dense_seconds(self) -> float:
         return statistics.median(self.dense_seconds[-5 if self.on_gpu else -3 :])
 
@@ -160,22 +143,17 @@ class Bench:
         """Times a dense batch: beside every candidate on a GPU; on a CPU only so often that it adds a tenth to the time."""
         waited = time.perf_counter() - self.dense_timed
         if self.on_gpu or len(self.dense_seconds) < 2 or waited > APART * self.dense_seconds[-1]:
-            runs = 3 if self.on_gpu and not self.dense_seconds else 1  # graphs are captured in the second
-            self.dense_seconds += [self._generate(Method(), 0, timed=True)[1].seconds for _ in range(runs)][-1:]
+            self._capture(Method(), not self.dense_seconds)
+            self.dense_seconds.append(self._generate(Method(), 0, timed=True)[1].seconds)
             self.dense_timed = time.perf_counter()
 
-    def part(self, number: int) -> tuple[list[Any], list[int]]:
-        """Returns the prompts and seeds of a batch."""
-        numbers = range(number * self.batch, (number + 1) * self.batch)
-        return [self.prompts[i] for i in numbers], [self.seed + i for i in numbers]
+    def _capture(self, method: Method, needed: bool) -> None:
+        """Runs two batches on a GPU: programs are loaded in the first, graphs are captured in the second."""
+        for _ in range(2 if needed and self.on_gpu else 0):
+            self._generate(method, 0, timed=True)
 
     def _generate(self, method: Method, number: int, timed: bool) -> tuple[Tensor, Report]:
         prompts, seeds = self.part(number)
         wait(self.pipeline.model.device)
         output = (self.pipeline if timed else self.eager)(prompts, seed=seeds, size=self.schedule, method=method)
         return to_levels(output.pixels), output.report
-
-    @torch.inference_mode()
-    def _distance(self, images: Tensor, dense: Tensor) -> Tensor:
-        pairs = zip(images.split(METRIC_BATCH), dense.to(images.device).split(METRIC_BATCH), strict=True)
-        return torch.cat([self.lpips(from_levels(ours), from_levels(theirs)) for ours, theirs in pairs]).cpu()

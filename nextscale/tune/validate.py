@@ -37,7 +37,7 @@ def validate(
     found = compare(pipeline, methods, prompts, lpips, schedule=schedule, seed=seed, batch=batch, on_progress=on_progress)
     dense, *rows = found.rows
     points = {row["method"]: point_of(row) for row in rows if "error" not in row}
-    best = frontier([point for point in points.values() if point.speedup.value > 1], lambda point: (point.speedup.value, point.lpips.value))
+    best = frontier({point: (point.speedup.value, point.lpips.value) for point in points.values() if point.speedup.value > 1})
     if not best:
         failures = "; ".join(f"{row['method']}: {row['error']}" for row in rows if "error" in row)
         raise NextscaleError(

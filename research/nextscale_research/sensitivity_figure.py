@@ -104,7 +104,7 @@ def draw_foresight(axes: Axes, found: Sensitivities) -> None:
 def draw_peers(axes: Axes, found: Sensitivities) -> None:
     for (name, line), colour in zip(sorted(found.peers.items()), cycle(COLOURS), strict=False):
         axes.plot(*zip(*line, strict=True), color=colour, marker="o", markersize=3, lw=0.8, label=name)
-    best = frontier([(1.0, 0.0), *found.own], lambda place: (1 / place[0], place[1]))
+    best = frontier({place: (1 / place[0], place[1]) for place in [(1.0, 0.0), *found.own]})
     axes.plot(*zip(*best, strict=True), color="black", lw=1.2, label="knobs above")
     axes.set(title="other methods alone", xlabel="MACs against dense", ylabel=DISTANCE, ylim=(0, None))
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))

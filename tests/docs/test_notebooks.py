@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from nextscale.notebook import MOST_IMAGES, STAGE_COLUMNS
+from nextscale.output import MOST_IMAGES, STAGE_COLUMNS
 from tests.helpers import tiny
 
 PROJECT = Path(__file__).parents[2]

@@ -10,20 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
+from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR
 from nextscale.engine import captures
-from nextscale.engine.graphs import CapturedRequest
 from nextscale.loading.load import random_pipeline
 from nextscale.methods.combine import Combined
 from nextscale.pipeline import Pipeline
-from nextscale_research.methods import litevar, sparvar
+from nextscale_research.methods import ToMe, litevar, sparvar
 from tests.helpers import tiny
 from tests.helpers.pooled_tape import play_pooled_graphs_on_the_cpu
-from tests.helpers.tape import Dispatched, play_graphs_on_the_cpu
-from tests.methods.test_peers import PEERS, ROUTED, picked, pipeline_for, size_for, three_routes
+from tests.helpers.tape import Dispatched
+from tests.research.test_peers import PEERS, ROUTED, picked, pipeline_for, size_for, three_routes
 
 METHODS: dict[str, Method] = {
     "dense": Method(),
@@ -134,43 +131,6 @@ def test_routes_need_nothing_that_others_overwrite(family: str, beside: str, tmp
         asked = {"seed": [1 + image for image in images], "method": method}
         assert_replayed(pipe, eager, picked(family, images), **asked)
         assert_replayed(pipe, eager, picked(family, range(3)), seed=7)
-
-
-class Launched(TorchDispatchMode):
-    """What is run inside, by operator and types."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds: set[tuple[str, ...]] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        self.kinds.add(kind_of(func, args, kwargs))
-        return func(*args, **kwargs or {})
-
-
-def kind_of(func: Any, *inputs: Any) -> tuple[str, ...]:
-    return str(func), *(str(one.dtype) for one in tree_leaves(inputs) if isinstance(one, torch.Tensor))
-
-
-@pytest.mark.parametrize("family", tiny.KINDS)
-def test_what_routes_capture_was_launched_before(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU loads and compiles kernels when they are first launched, which a capture may not have to wait for."""
-    method = three_routes(tiny.shared_pipeline(family), family, None, tmp_path)
-    play_graphs_on_the_cpu(monkeypatch)
-    warm_up, launched = CapturedRequest._warm_up, Launched()
-
-    def watched(captured: CapturedRequest) -> None:
-        with launched:
-            warm_up(captured)
-
-    monkeypatch.setattr(CapturedRequest, "_warm_up", watched)
-    pipe = with_graphs(tiny.shared_pipeline(family))
-    pipe.warmup(picked(family, range(3)), method=method)
-    (kept,) = pipe.captures._captures.values()
-    assert kept.request.routed is not None
-    tapes: Any = [route.graph for sizes in kept.request.routed.graphs for route in sizes]
-    found = {kind_of(func, args, kwargs) for tape in tapes for func, args, kwargs, _ in tape.launches}
-    assert found and found <= launched.kinds
 
 
 FILLED = ([0, 0, 0, 0, 0, 1], [0, 1, 2, 2, 2, 2, 2], [2, 1, 2, 1, 1, 2, 1], [1, 1, 1, 1, 0, 1, 2], [0, 2, 0, 0, 0, 0])

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe, execute
+from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, report
+from nextscale.device import Timer
 from nextscale.engine.buffers import TEXT_BUCKETS, StaticInputs, StaticRng, text_bucket
 from nextscale.engine.captures import obstacle
 from nextscale.engine.tables import KEPT
@@ -23,14 +24,12 @@ from nextscale.methods.combine import Combined
 from nextscale.models.base import PromptInputs
 from nextscale.models.context import Conditioning
 from nextscale.models.text_context import TextInputs
-from nextscale.output import Checks
 from nextscale.pipeline import Pipeline
 from nextscale.planning.remembered import Planning
-from nextscale.report import Stopwatch
 from nextscale.request import Request
 from nextscale.sampling import ImageRng
 from nextscale.stage import Schedule
-from nextscale_research.methods import StageVARVariants
+from nextscale_research.methods import StageVARVariants, ToMe
 from tests.helpers.tape import Dispatched, Tape, play_graphs_on_the_cpu
 from tests.helpers.tiny import (
     CLASS_FAMILIES,
@@ -58,7 +57,7 @@ def request_of(pipe: Pipeline, family: str, rng: Any = None, own: Any = None, me
     guidance = ResolvedGuidance(pipe.settings.guidance, schedule, len(pipe.model.blocks))
     plans = method.forecast(pipe.model, schedule)
     read = pipe.reader.read(prompts(family, 2))
-    return Request(read, None, schedule, guidance, pipe.settings.sampling, method, plans, rng, own, Stopwatch(CPU))
+    return Request(read, None, schedule, guidance, pipe.settings.sampling, method, plans, rng, own)
 
 
 def given(pipe: Pipeline, family: str, prompt: object) -> PromptInputs:
@@ -83,7 +82,7 @@ def test_static_noise_and_prompts_give_the_images_of_the_request_that_is_loaded(
         own.rewind()
         canvas = pipe.tokenizer.canvas(request.schedule, 2)
         cond = pipe.model.condition_from(fixed.value, pipe.model.schedule_tables(request.schedule))
-        generate(pipe.model, cond, canvas, request, lambda done: None)
+        generate(pipe.model, cond, canvas, request, Timer(CPU), lambda done: None)
         return canvas.latent
 
     before = latent()
@@ -392,11 +391,11 @@ def test_nothing_is_counted_while_the_device_has_nothing_to_do(monkeypatch: pyte
     """The host waits when all else is done: costs are counted and outputs copied before."""
     order: list[str] = []
     pipe = random_pipeline(SPECS["var"])
-    for owner, name in ((Planning, "cost"), (execute, "peak_memory"), (Checks, "read")):
+    for owner, name in ((Planning, "cost"), (report, "peak_memory"), (report, "require_finite")):
         known = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given, name=name, known=known: order.append(name) or known(*given))
     pipe(1, seed=0)
-    assert order == ["cost", "cost", "peak_memory", "read"]
+    assert order == ["cost", "cost", "peak_memory", "require_finite"]
 
 
 @pytest.mark.parametrize(("family", "skipped_graphs"), [("infinity", 0), ("var", 0), ("flexvar", 2)])

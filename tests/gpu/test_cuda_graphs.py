@@ -12,15 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe
+from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR
 from nextscale.loading.load import random_pipeline
 from nextscale.models.feed_forward import linear_gelu
 from nextscale.output import Output
 from nextscale.stage import Schedule
+from nextscale_research.methods import ToMe
 from tests.engine.test_captures import ReadsTheDevice
 from tests.engine.test_engine import other_prompts
 from tests.helpers.tiny import FAMILIES, KINDS, SPECS, one_prompt, prompts
-from tests.methods.test_peers import PEERS, ROUTED, acting_size, picked, spec_for, three_routes
+from tests.research.test_peers import PEERS, ROUTED, acting_size, picked, spec_for, three_routes
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -99,7 +100,6 @@ def test_the_second_request_of_a_kind_is_captured(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fewer_images_run_in_a_padded_batch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nextscale.resolve.ASSUMED_KEPT", 1.0)  # graphs have room for all tokens
     pipe = random_pipeline(SPECS[family], device="cuda")
     for method in (Method(), SPARSE, ToMe(random=True)):
         pipe.warmup(prompts(family, 3), method=method)

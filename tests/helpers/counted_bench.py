@@ -31,7 +31,7 @@ class CountedBench(Bench):
     def first_look(self) -> float:
         return 0.001
 
-    def run(self, text: str, batches: int, timed: bool = True) -> Trial:
+    def run(self, text: str, images: int, timed: bool = True) -> Trial:
         if self.runs == self.stop_after:
             raise KeyboardInterrupt
         self.runs += 1
@@ -39,10 +39,10 @@ class CountedBench(Bench):
         try:
             ours = request_cost(model, work, resolve_method(text).forecast(model, self.schedule))
         except NextscaleError as error:
-            return Trial(text, self.images(batches), took=1.0, error=str(error))
+            return Trial(text, images, took=1.0, error=str(error))
         dense = request_cost(model, work)
         times = tuple(stage.total / dense.total for stage in ours.stages)
         lost = sum(
             0.1 * (1 - stage.share(full)) ** 2 * (2 if stage.skipped else 1) for stage, full in zip(ours.stages, dense.stages, strict=True)
         )
-        return Trial(text, self.images(batches), lost, sum(times), times, sum(times), 1.0, 1.0)
+        return Trial(text, images, lost, sum(times), times, sum(times), 1.0, 1.0)

@@ -108,7 +108,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
 @contextmanager
 def live(models: Mapping[str, Any], aliases: Mapping[str, str] | None = None, method: str = "dense", **settings: Any) -> Iterator[Live]:
     content = Content(tuple(models), (None,), lambda name, device: models[name], aliases or {}, method)
-    service = Service(content, ServeSettings(port=0, **settings))
+    service = Service(content, ServeSettings(**{"port": 0} | settings))
     server = http_server(service)
     thread = Thread(target=server.run, daemon=True)
     thread.start()

@@ -11,11 +11,11 @@ import torch
 from typer.testing import Result
 
 from nextscale import Auto, Method, Pipeline, Profile, Schedule, SkipStages, loading
+from nextscale.device import hardware_name
 from nextscale.errors import ProfileError, SettingError
 from nextscale.loading import artifacts, presets
 from nextscale.methods import Combined, SelectionContext, resolve_method
 from nextscale.methods.auto import fitting_profile
-from nextscale.report import hardware_name
 from tests.helpers import tiny
 from tests.helpers.cli import run_cli
 from tests.helpers.tape import play_graphs_on_the_cpu

@@ -91,10 +91,10 @@ def test_settings_as_text() -> None:
     [
         ({"first_stage": -1}, "first_stage .* got -1"),
         ({"first_stage": 2.5}, "first_stage .* got 2.5"),
-        ({"kept_rows": "both"}, "kept_rows is one of cond, uncond; got 'both'"),
-        ({"fade": -1}, "fade is a number of stages, 0 or more; got -1"),
+        ({"kept_rows": "both"}, "kept_rows.*cond, uncond; got 'both'"),
+        ({"fade": -1}, "fade.*got -1"),
         ({"fade": True}, "fade .* got True"),
-        ({"fade": 1, "kept_rows": "uncond"}, "fades to 1, which is kept_rows \"cond\"; got 'uncond'"),
+        ({"fade": 1, "kept_rows": "uncond"}, "kept_rows.*fade.*got 'uncond'"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -104,9 +104,9 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], messa
 
 def test_what_does_not_fit_is_refused() -> None:
     model, schedule = tiny.shared_pipeline("var").model, tiny.schedule_of("var")
-    with pytest.raises(SettingError, match="fade 3: only 2 stages lie before stage 2"):
+    with pytest.raises(SettingError, match="fade must be at most 2.*got 3"):
         DropGuidance(2, fade=3).forecast(model, schedule)
-    with pytest.raises(SettingError, match="kept_rows is one of"):
+    with pytest.raises(SettingError, match="kept_rows must be one of"):
         StageVAR(kept_rows="all")  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="kept_rows.*as_released; got 'cond'"):
         StageVAR(kept_rows="cond", as_released=True)

@@ -1387,7 +1387,6 @@ def test_any_map_keeps_the_promises(
             counts = run.cells.kept.sum(dim=1).tolist()
             assert plan.num_tokens == max(counts) and 1 <= min(counts) < stage.cells
             assert (tokens.count is None) <= (min(counts) == max(counts))
-            assert (tokens.packing is None) == (tokens.count is None)
             assert torch.equal(tokens.unpack(x)[..., 0].long(), tokens.index)
             assert torch.equal(tokens.index[:2], tokens.index[2:])
             for image in range(2):

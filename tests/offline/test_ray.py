@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from nextscale.batching.ray_cluster import LOCAL, RaySettings, connected
+from nextscale.device import hardware_name
 from nextscale.errors import NextscaleError, SettingError
 from nextscale.loading.load import random_pipeline
 from nextscale.offline.lock import working_folder
@@ -31,7 +32,6 @@ from nextscale.offline.sampler import Done, sample
 from nextscale.offline.shard import Shard
 from nextscale.offline.store import Store
 from nextscale.pipeline import Pipeline
-from nextscale.report import hardware_name
 from tests.conftest import PROJECT
 from tests.helpers import tiny
 from tests.offline.test_sample import contents, planned

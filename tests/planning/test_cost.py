@@ -22,11 +22,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from nextscale.canvas import Canvas
-from nextscale.engine import eager
+from nextscale.engine import executor
 from nextscale.generate import StageOutput
 from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import build_model, model_spec
-from nextscale.methods import DENSE, DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
+from nextscale.methods import DENSE, DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StagePlan, StageVAR
 from nextscale.methods.method import Span
 from nextscale.methods.registry import resolve_method
 from nextscale.models import NextScaleModel
@@ -37,7 +37,7 @@ from nextscale.pipeline import Pipeline, Preview
 from nextscale.planning.cost import RequestCost, Workload, as_run, request_cost
 from nextscale.report import Report
 from nextscale.stage import Schedule, Stage, Tokens
-from nextscale_research.methods import StageVARVariants
+from nextscale_research.methods import StageVARVariants, ToMe
 from tests.helpers import tiny
 from tests.helpers.toy_methods import KeepShare, Planned, first_tokens, keeping
 
@@ -61,7 +61,8 @@ class Thin(Span):
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         on_grid, cells = tokens.on_grid(x)
-        few, kept = first_tokens(on_grid, cells, self.num_tokens(cells.num_tokens))
+        kept = first_tokens(on_grid, cells, self.num_tokens(cells.num_tokens))
+        few = on_grid[:, : kept.num_tokens]
         few, kept = torch.cat([x[:, : tokens.prefix], few], dim=1), kept.with_prefix(tokens.prefix)
         for block in blocks:
             few = block(few, kept, ctx)
@@ -78,7 +79,8 @@ class ThinAttention(Thin):
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         for block in blocks:
             attention, *others = block.sublayers(ctx)
-            few, kept = first_tokens(x, tokens, self.num_tokens(tokens.num_tokens))
+            kept = first_tokens(x, tokens, self.num_tokens(tokens.num_tokens))
+            few = x[:, : kept.num_tokens]
             x = torch.cat([few + attention(few, kept, ctx), x[:, few.shape[1] :]], dim=1)
             for sublayer in others:
                 x = x + sublayer(x, tokens, ctx)
@@ -93,7 +95,8 @@ class Project(Thin):
         return tokens * self.num_tokens(tokens) * dim
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        few, kept = first_tokens(x, tokens, self.num_tokens(tokens.num_tokens))
+        kept = first_tokens(x, tokens, self.num_tokens(tokens.num_tokens))
+        few = x[:, : kept.num_tokens]
         few = torch.bmm(torch.full((x.shape[0], few.shape[1], x.shape[1]), 1 / x.shape[1]), x)
         for block in blocks:
             few = block(few, kept, ctx)
@@ -160,7 +163,7 @@ def count(pipeline: Pipeline, prompts: Any, **settings: Any) -> Counted:
         sums.append((everything, sum(ops.get(torch.ops.aten.bmm, 0) for ops in named)))
         seen.append(preview.done)
 
-    generate = eager.generate
+    generate = executor.generate
 
     def counted(model: NextScaleModel, cond: Any, canvas: Canvas, request: Any, *rest: Any) -> None:
         text = 0 if cond.text is None else cond.text.keys_values[0][0].shape[1]
@@ -169,7 +172,7 @@ def count(pipeline: Pipeline, prompts: Any, **settings: Any) -> Counted:
             return generate(model, cond, canvas, request, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager, "generate", counted)
+        patch.setattr(executor, "generate", counted)
         output = pipeline(prompts, seed=11, on_stage=watch, **{"smooth": False} | settings)
     request, model = inside["request"], pipeline.model
     workload = Workload(

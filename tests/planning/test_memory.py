@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale import FastVAR, Method, SparseVAR, StagePlan, StageVAR, ToMe
+from nextscale import FastVAR, Method, SparseVAR, StagePlan, StageVAR
 from nextscale.cache import CacheSpec, LayerCache, StageKeys, StageMemory, Workspace
 from nextscale.loading.presets import MODELS, build_model, build_tokenizer
 from nextscale.methods.combine import Combined
@@ -23,9 +23,9 @@ from nextscale.pipeline import Output, Preview
 from nextscale.planning.cost import Workload, as_run
 from nextscale.planning.memory import ASSUMED_KEPT, request_memory, reserved_cache, stored_bytes
 from nextscale.stage import Schedule, Tokens
-from nextscale_research.methods import StageVARVariants
+from nextscale_research.methods import StageVARVariants, ToMe
 from tests.helpers import tiny
-from tests.methods.test_peers import three_routes
+from tests.research.test_peers import three_routes
 
 IMAGES = 2
 
@@ -98,7 +98,7 @@ def generated(family: str, method: Method, spec: CacheSpec, **settings: Any) -> 
 def reserved(family: str, method: Method, rows: int = 2 * IMAGES) -> CacheSpec:
     """The sizes that a request of the pipeline reserves."""
     model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
-    return reserved_cache(model, schedule, method.forecast(model, schedule, rows > IMAGES, ASSUMED_KEPT), IMAGES, rows)
+    return reserved_cache(model, schedule, method.forecast(model, schedule, rows > IMAGES), IMAGES, rows)
 
 
 def dense_spec(family: str, rows: int = 2 * IMAGES) -> CacheSpec:
@@ -255,21 +255,10 @@ def test_growing_to_everything_takes_what_dense_generation_takes() -> None:
     assert generated("var", method, spec).nbytes[3] == dense_spec("var").bytes
 
 
-def test_the_assumption_is_that_of_the_command() -> None:
-    """1 token, then of 4, 9 and 16 cells half of them and half of the anchors, one in 4 x 4 cells."""
+def test_memory_is_reserved_for_all_cells() -> None:
+    """However few of them images keep; budgets reserve what they compute."""
     method = SparseVAR(first_stage=1)
-    assert ASSUMED_KEPT == 0.5
-    assert [stage.tokens for stage in reserved("var", method).stages] == [(count,) * 3 for count in (1, 3, 5, 9)]
-
-
-@every_family
-@pytest.mark.parametrize("method", [*(one for one in DATA_DEPENDENT.values() if one.data_dependent), FastVAR(), SkipStages(last=1)])
-def test_room_for_all_cells_is_that_of_nothing_left_out(family: str, method: Method) -> None:
-    """What a captured request reserves whose images keep more than was assumed; spans and skipped stages still count."""
-    model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
-    whole = [replace(plan, num_tokens=None) for plan in method.forecast(model, schedule, kept=ASSUMED_KEPT)]
-    room = reserved_cache(model, schedule, method.forecast(model, schedule, kept=1.0), IMAGES, 2 * IMAGES)
-    assert room.bytes == reserved_cache(model, schedule, whole, IMAGES, 2 * IMAGES).bytes >= reserved(family, method).bytes
+    assert [stage.tokens for stage in reserved("var", method).stages] == [(count,) * 3 for count in (1, 4, 9, 16)]
 
 
 # --- plans that are not kept

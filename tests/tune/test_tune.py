@@ -20,12 +20,12 @@ from nextscale.profiles import Profile
 from nextscale.report import Report
 from nextscale.tune.candidate import Candidate
 from nextscale.tune.foresight import block_groups, captured, foresight
-from nextscale.tune.frontier import frontier, gaps, near_frontier, thinned
+from nextscale.tune.frontier import frontier, near_frontier, speed_by_distance
 from nextscale.tune.log import TrialLog
 from nextscale.tune.predict import Predictor, fitted, interpolated
 from nextscale.tune.prompts import own_prompts
-from nextscale.tune.search import Search, behind
-from nextscale.tune.space import LADDERS, SHARES, Space, adjacent, ladders, probed
+from nextscale.tune.search import Search
+from nextscale.tune.space import ALPHAS, LADDERS, SHARES, Space, adjacent, ladders
 from nextscale.tune.trials import Bench
 from nextscale.tune.validate import validate
 from tests.helpers import tiny
@@ -34,26 +34,25 @@ from tests.helpers.counted_bench import CountedBench, difference, workload_of
 
 def bench_of(family: str, count: int = 8, kind: type[Bench] = Bench) -> Bench:
     pipeline = tiny.shared_pipeline(family)
-    return kind(pipeline, tiny.schedule_of(family), own_prompts(pipeline, count), 2, 0, difference, least=2)
+    return kind(pipeline, tiny.schedule_of(family), own_prompts(pipeline, count), 2, 0, difference)
 
 
 # --- candidates
 
 
 def test_a_candidate_is_a_method_as_the_command_line_takes_it() -> None:
-    candidate = Candidate(((3, 0.5), (4, 0.25)), 6, "blocks=[1, 2]", "tome:ratio=0.5", 3, "uncond", skipped=1, left_out=(1,))
+    candidate = Candidate(((3, 0.5), (4, 0.25)), 6, "blocks=[1, 2]", "fastvar:as_released=True", 3, skipped=1, left_out=(1,))
     assert candidate.text == (
-        "sparsevar:keep={3: 0.5, 4: 0.25},alpha=6,blocks=[1, 2] + tome:ratio=0.5 + dropguidance:first_stage=3,kept_rows=uncond"
+        "sparsevar:keep={3: 0.5, 4: 0.25},alpha=6,blocks=[1, 2] + fastvar:as_released=True + dropguidance:first_stage=3"
         " + skip:last=1,stages=[1]"
     )
-    assert candidate.method.methods[0].keep == ((3, 0.5), (4, 0.25))
+    assert resolve_method(candidate.text).methods[0].keep == ((3, 0.5), (4, 0.25))
     assert candidate.knobs == 6
     assert Candidate().text == "dense" and Candidate().knobs == 0
-    assert Candidate(unguided=3, fade=1).text == "dropguidance:first_stage=3,fade=1"
-    assert Candidate(left_out=(2,)).method == SkipStages(stages=(2,))
+    assert resolve_method(Candidate(left_out=(2,)).text) == SkipStages(stages=(2,))
     assert Candidate(((3, 0.5),), left_out=(2,)).text == "sparsevar:keep={2: 1.0, 3: 0.5},alpha=4 + skip:stages=[2]"
     assert Candidate(((1, 0.8), (3, 0.5)), left_out=(2,)).text == "sparsevar:keep={1: 0.8, 3: 0.5},alpha=4 + skip:stages=[2]"
-    assert tiny.shared_pipeline("infinity")("a bee", seed=1, method=Candidate(((3, 0.5),), left_out=(2,)).method).pixels.isfinite().all()
+    assert tiny.shared_pipeline("infinity")("a bee", seed=1, method=Candidate(((3, 0.5),), left_out=(2,)).text).pixels.isfinite().all()
 
 
 def test_shares_never_grow_unless_a_whole_stage_lies_between() -> None:
@@ -62,22 +61,24 @@ def test_shares_never_grow_unless_a_whole_stage_lies_between() -> None:
     assert Candidate(((3, 0.5), (4, 0.2)), alpha=6).without_stages(1, (3,), 5) == Candidate(skipped=1, left_out=(3,))
 
 
+MILD_AND_BOLD = ("fastvar:ratios={4: 0.3}", "fastvar:ratios={4: 0.5}")
+
+
 def test_neighbours_differ_by_one_step() -> None:
-    space = Space(5, True, change="blocks=[0, 1]", changes=("metric=logits",), peers={"tome": ("tome:ratio=0.3", "tome:ratio=0.5")})
+    space = Space(5, True, change="blocks=[0, 1]", changes=("metric=logits",), peers={"fastvar": MILD_AND_BOLD})
     candidate = Candidate(((4, 0.5),), unguided=4, change="blocks=[0, 1]")
     near = set(space.neighbours(candidate))
     for changed in (
         {"amounts": ((4, 0.6),)},
         {"amounts": ((4, 0.4),)},
-        {"amounts": ((3, SHARES[0]), (4, 0.5))},
+        {"amounts": ((3, SHARES[1]), (4, 0.5))},
         {"unguided": None},
         {"unguided": 3},
-        {"fade": 1},
         {"alpha": 3},
         {"change": "metric=logits"},
         {"amounts": (), "change": "", "skipped": 1},
         {"left_out": (3,)},
-        {"peer": "tome:ratio=0.3"},
+        {"peer": MILD_AND_BOLD[0]},
     ):
         assert replace(candidate, **changed) in near
     assert candidate not in near
@@ -85,12 +86,9 @@ def test_neighbours_differ_by_one_step() -> None:
     assert replace(candidate, amounts=((4, 0.55),)) in set(space.neighbours(candidate, fine=True))
     shrunk = replace(candidate, amounts=((3, 0.5), (4, 0.5)))
     assert replace(candidate, amounts=((3, 0.4), (4, 0.4))) in set(space.neighbours(shrunk))
-    merged = set(space.neighbours(replace(candidate, peer="tome:ratio=0.5")))
-    assert replace(candidate, peer="tome:ratio=0.3") in merged and candidate not in merged
-    assert candidate in set(space.neighbours(replace(candidate, peer="tome:ratio=0.3")))
-    apart = replace(space, apart=frozenset({"tome"}))
-    assert not any(near.peer for near in apart.neighbours(candidate))
-    assert not any(near.amounts for near in apart.neighbours(Candidate(peer="tome:ratio=0.3")))
+    bold = set(space.neighbours(replace(candidate, peer=MILD_AND_BOLD[1])))
+    assert replace(candidate, peer=MILD_AND_BOLD[0]) in bold and candidate not in bold
+    assert candidate in set(space.neighbours(replace(candidate, peer=MILD_AND_BOLD[0])))
 
 
 def test_an_unguided_model_has_no_guidance_to_drop() -> None:
@@ -100,18 +98,16 @@ def test_an_unguided_model_has_no_guidance_to_drop() -> None:
 
 
 def test_steps_on_a_scale() -> None:
-    assert adjacent(SHARES, None) == [SHARES[0]]
-    assert adjacent(SHARES, SHARES[0]) == [None, SHARES[1]]
+    assert adjacent(SHARES, 1.0) == [0.9]
+    assert adjacent(SHARES, 0.9) == [1.0, 0.8]
     assert adjacent(SHARES, SHARES[-1]) == [SHARES[-2]]
     assert adjacent(SHARES, 0.45) == [0.5, 0.4]  # found in finer steps
-    assert adjacent(SHARES, 0.95) == [None, 0.9]
+    assert adjacent(ALPHAS, 4) == [5, 3]
 
 
 def test_other_methods_are_named_with_their_stages() -> None:
     assert all(resolve_method(text) for rungs in ladders(13).values() for text in rungs)
-    assert ladders(13)["tome"][0] == "tome:ratio=0.3,stages=[12]"
     assert "fastvar:ratios={11: 0.4, 12: 0.6}" in ladders(13)["fastvar"]
-    assert probed("abcde") == ["a", "c", "e"] and probed("ab") == ["a", "b"]
 
 
 # --- frontiers
@@ -121,19 +117,15 @@ PLACES = [(1.5, 0.02), (2.0, 0.05), (1.9, 0.06), (3.0, 0.2), (2.5, 0.2)]
 
 
 def test_the_frontier() -> None:
-    def of(place: tuple[float, float]) -> tuple[float, float]:
-        return place
-
-    assert frontier(PLACES, of) == [(1.5, 0.02), (2.0, 0.05), (3.0, 0.2)]
-    assert gaps(PLACES) == pytest.approx([1, 1, 0.95, 1, 2.5 / 3])
-    assert sorted(near_frontier(PLACES, of, 10)) == sorted(PLACES)
-    assert set(near_frontier(PLACES, of, 3)) == {(1.5, 0.02), (2.0, 0.05), (3.0, 0.2)}
-    assert thinned([(1.0, 0.0), (1.1, 0.1), (2.0, 0.2), (4.0, 0.3)], of, 3) == [(1.0, 0.0), (2.0, 0.2), (4.0, 0.3)]
-    edge = frontier([(1.0, 0.0), *PLACES], of)
-    assert behind(0.035, edge) == pytest.approx(1.75)
-    assert behind(9.0, edge) == 3.0
+    places = {place: place for place in PLACES}
+    assert frontier(places) == [(1.5, 0.02), (2.0, 0.05), (3.0, 0.2)]
+    assert sorted(near_frontier(places, 10)) == sorted(PLACES)
+    assert set(near_frontier(places, 3)) == {(1.5, 0.02), (2.0, 0.05), (3.0, 0.2)}
+    fastest = speed_by_distance(PLACES)
+    assert [fastest(distance) for distance in (0.01, 0.035, 9.0)] == pytest.approx([1.25, 1.75, 3.0])
     slow, fast = [(1.3, gap / 10) for gap in range(1, 9)], (3.5, 0.9)
-    assert near_frontier([*slow, fast], of, 4)[1] == fast  # all ranges of speed have their turn
+    assert near_frontier({place: place for place in [*slow, fast]}, 4)[1] == fast  # all ranges of speed have their turn
+    assert near_frontier({}, 4) == []
 
 
 # --- predictions
@@ -151,8 +143,8 @@ def test_lines_through_measurements() -> None:
 
 def predictor_of(bench: Bench, *more: Candidate) -> Predictor:
     candidates = [Candidate(), *(c for c, _ in Space(len(bench.schedule), True, "blocks=[1, 2]").singles()), *more]
-    trials = [(candidate, bench.run(candidate.text, 1)) for candidate in candidates]
-    return Predictor(bench.pipeline.model, workload_of(bench), trials, ladders=ladders(len(bench.schedule)))
+    trials = [(candidate, bench.run(candidate.text, 2)) for candidate in candidates]
+    return Predictor(bench.pipeline.model, workload_of(bench), trials)
 
 
 def test_predictions_of_single_knobs_are_their_measurements() -> None:
@@ -164,38 +156,18 @@ def test_predictions_of_single_knobs_are_their_measurements() -> None:
             assert predictor.distance(candidate) == pytest.approx(trial.lpips)
             assert predictor.seconds(candidate) == pytest.approx(trial.seconds, rel=0.02)
     last = len(bench.schedule) - 1
-    together = Candidate(((last, 0.5),), change="blocks=[1, 2]", unguided=last, peer=ladders(last + 1)["tome"][0])
-    assert predictor.seconds(together) == pytest.approx(bench.run(together.text, 1).seconds, rel=0.05)
+    together = Candidate(((last, 0.5),), change="blocks=[1, 2]", unguided=last, peer=ladders(last + 1)["fastvar"][0])
+    assert predictor.distance(Candidate(peer="zipvl:ratio=0.5")) == math.inf  # it did not run
     assert predictor.distance(together) > predictor.distance(replace(together, peer=""))
     assert predictor.distance(replace(together, peer="")) > predictor.distance(Candidate(unguided=last))
 
 
-def test_a_setting_between_two_that_ran_is_predicted_between_them() -> None:
-    bench = bench_of("infinity", kind=CountedBench)
-    mild, middle, *_, bold = ladders(len(bench.schedule))["tome"]
-    predictor = predictor_of(bench, Candidate(peer=mild), Candidate(peer=bold))
-    distances = [predictor.distance(Candidate(peer=peer)) for peer in (mild, middle, bold)]
-    assert distances == sorted(set(distances))
-    assert predictor.distance(Candidate(peer="zipvl:ratio=0.5")) == math.inf  # none of its settings ran
-
-
-def test_what_is_left_out_beyond_the_plan_counts() -> None:
-    """SkipVAR decides for each image, and its plan is dense: the MACs of its run alone say what it saves."""
-    bench = bench_of("infinity", kind=CountedBench)
-    skipvar = Candidate(peer=ladders(len(bench.schedule))["skipvar"][0])
-    predictor = predictor_of(bench, skipvar)
-    planned = predictor.seconds(skipvar)
-    ran = [(c, replace(trial, cost_share=0.5) if c == skipvar else trial) for c, trial in predictor.trials]
-    assert planned == pytest.approx(1.0)
-    assert replace(predictor, trials=ran).seconds(skipvar) == pytest.approx(0.5)
-
-
 def test_what_does_not_combine_is_not_predicted() -> None:
     bench = bench_of("infinity", kind=CountedBench)
-    predictor = Predictor(bench.pipeline.model, workload_of(bench), [(Candidate(), bench.run("dense", 1))])
+    predictor = Predictor(bench.pipeline.model, workload_of(bench), [(Candidate(), bench.run("dense", 2))])
     assert predictor.possible(Candidate(skipped=1))
     assert not predictor.possible(Candidate(skipped=99))
-    assert not predictor.possible(Candidate(((3, 0.5),), peer="skipvar:most=1"))
+    assert not predictor.possible(Candidate(((3, 0.5),), peer="auto:speedup=2"))
     assert len(list(Space(len(bench.schedule), True).combinations())) > 100
 
 
@@ -216,10 +188,10 @@ def test_speedups_are_those_of_the_same_minutes(monkeypatch: pytest.MonkeyPatch)
     bench = bench_of("infinity", kind=LoadedBench)
     assert isinstance(bench, LoadedBench)
     monkeypatch.setattr("nextscale.tune.trials.time.perf_counter", lambda: bench.clock)
-    before = [bench.run("skip:last=1", 1) for _ in range(30)]
+    before = [bench.run("skip:last=1", 2) for _ in range(30)]
     spent = bench.clock
     bench.load = 3.0
-    after = [bench.run("skip:last=1", 1) for _ in range(90)][-10:]
+    after = [bench.run("skip:last=1", 2) for _ in range(90)][-10:]
     assert all(trial.speedup == pytest.approx(1 / trial.cost_share) for trial in (*before, *after))
     alone = sum(trial.seconds for trial in before)
     assert spent < 1.2 * alone + 3  # the images to compare with, and two dense batches at the start
@@ -247,8 +219,14 @@ def test_foresight_of_every_backbone(family: str) -> None:
 # --- the search
 
 
+def started(file: Path, conditions: dict[str, Any]) -> TrialLog:
+    log = TrialLog.read(file)
+    log.start(conditions)
+    return log
+
+
 def searched(bench: Bench, log: TrialLog, seconds: float = 60) -> tuple[list[str], Search]:
-    search = Search(bench, log, seconds, workload_of(bench))
+    search = Search(bench, log, 2, seconds, workload_of(bench))
     return [candidate.text for candidate in search.run()], search
 
 
@@ -261,25 +239,26 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path: Path) -> None:
     stopped.stop_after = 20
     file, conditions = tmp_path / "x.trials.jsonl", {"model": "tiny", "batch": 2}
     with pytest.raises(KeyboardInterrupt):
-        searched(stopped, TrialLog.open(file, conditions))
+        searched(stopped, started(file, conditions))
     with file.open("a") as torn:
         torn.write('{"text": "half a li')  # as a machine that dies while it writes leaves it
     again = bench_of("infinity", kind=CountedBench)
     assert isinstance(again, CountedBench)
-    resumed, _ = searched(again, TrialLog.open(file, conditions))
+    resumed, _ = searched(again, started(file, conditions))
     assert resumed == winners
     assert again.runs == whole.runs - 20
     with pytest.raises(NextscaleError, match="other conditions.*batch: 2 there, 4 here"):
-        TrialLog.open(file, conditions | {"batch": 4})
+        started(file, conditions | {"batch": 4})
     file.write_text("no json\n")
     with pytest.raises(NextscaleError, match="cannot be read as trials"):
-        TrialLog.open(file, conditions)
+        started(file, conditions)
 
 
 def test_winners_are_a_frontier_and_beat_skipping() -> None:
     bench = bench_of("infinity", kind=CountedBench)
     winners, search = searched(bench, TrialLog(), seconds=150)
-    trials = [search.trial(search.tried[text], 4) for text in winners]
+    by_text = {candidate.text: candidate for candidate, _, _ in search.seen}
+    trials = [search.trial(by_text[text], 4) for text in winners]
     assert any(trial.predicted > 0 for trial in trials)
     assert len(trials) > 3
     assert all(a.speedup < b.speedup and a.lpips < b.lpips for a, b in pairwise(trials))
@@ -293,9 +272,9 @@ def test_a_real_search_and_its_validation_on_every_backbone(family: str, tmp_pat
     monkeypatch.setattr("nextscale.tune.space.COARSE", (1.0, 0.4))  # fewer predictions
     monkeypatch.setattr("nextscale.tune.search.MIN_PREDICTED", 3)
     bench = bench_of(family, count=4)
-    winners, search = searched(bench, TrialLog.open(tmp_path / "x.trials.jsonl", {}), seconds=1e-3)
+    winners, search = searched(bench, started(tmp_path / "x.trials.jsonl", {}), seconds=1e-3)
     assert all(trial.error is None or "Error" in trial.error for trial in search.seen.values())
-    peers = {search.tried[text].peer_name: trial for (text, _, _), trial in search.seen.items() if trial.error is None}
+    peers = {candidate.peer_name: trial for (candidate, _, _), trial in search.seen.items() if trial.error is None}
     assert set(peers) - {""} == set(LADDERS)
     told: list[str] = []
     held_out = own_prompts(bench.pipeline, 6)[4:]

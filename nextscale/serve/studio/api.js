@@ -14,17 +14,35 @@ export const COMPLETED = "image_generation.completed";
 
 export class ApiError extends Error {
   constructor({ status, headers }, error) {
-    super(error?.message || `the server answered ${status}`);
+    super(error?.message || `The server answered ${status}.`);
     this.status = status;
     this.param = error?.param;
+    this.retryable = status === 429 || status >= 500;
     this.retryAfter = Number(headers.get("retry-after-ms")) / 1000 || Number(headers.get("retry-after")) || 0; // seconds
+  }
+}
+
+/** The server is gone: nothing answers, or an answer breaks off. */
+export class LostError extends Error {
+  retryable = true;
+}
+
+const GONE = "The server does not answer. Is `nextscale serve` still running? Start it again, then press Retry.";
+const BROKEN = "The connection ended before the picture was finished. Is `nextscale serve` still running? Then press Retry.";
+
+/** Waits for the network; what it fails with is a LostError, unless the user has stopped it. */
+async function reached(promise, message) {
+  try {
+    return await promise;
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new LostError(message);
   }
 }
 
 async function ask(path, body, signal) {
   const headers = body ? { "content-type": "application/json" } : {};
   if (apiKey.get()) headers.authorization = `Bearer ${apiKey.get()}`;
-  const response = await fetch(ROOT + path, { method: body ? "POST" : "GET", headers, body: body && written(body), signal });
+  const response = await reached(fetch(ROOT + path, { method: body ? "POST" : "GET", headers, body: body && written(body), signal }), GONE);
   if (!response.ok) throw new ApiError(response, (await response.json().catch(() => ({}))).error);
   return response;
 }
@@ -50,9 +68,11 @@ async function patiently(path, body, signal) {
   }
 }
 
+const textOf = async (path, body, signal) => reached((await patiently(path, body, signal)).text(), BROKEN);
+
 export const options = async () => (await ask("/studio/options")).json();
-export const compare = async (a, b, signal) => (await patiently("/studio/compare", { a, b }, signal)).json();
-export const generate = async (body, signal) => parsed(await (await patiently("/v1/images/generations", body, signal)).text());
+export const compare = async (a, b, signal) => JSON.parse(await textOf("/studio/compare", { a, b }, signal));
+export const generate = async (body, signal) => parsed(await textOf("/v1/images/generations", body, signal));
 
 /** Calls `onEvent` with every event of a stream; fails where the stream says so, and where it ends before the image is completed. */
 export async function stream(body, onEvent, signal) {
@@ -60,9 +80,9 @@ export async function stream(body, onEvent, signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let [text, completed] = ["", false];
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reached(reader.read(), BROKEN);
     if (done && completed) return;
-    if (done) throw new Error("the answer ended before the image was finished: generate it again");
+    if (done) throw new LostError(BROKEN);
     text += value;
     const events = text.split("\n\n");
     text = events.pop();

@@ -1,30 +1,41 @@
-// Milliseconds and tokens of every stage, run against dense.
+// Time and tokens of every stage, beside those at best quality.
 import { html } from "./html.js";
 
 const width = (part, whole) => ({ width: `${whole ? (100 * part) / whole : 0}%` });
+const time = (ms) => (ms < 10 ? ms.toFixed(1) : ms.toFixed(0));
 
-/** `dense`: the report of a dense image of the same size, where there is one. */
+/** `dense`: the report of a picture of the same size at best quality, if there is one. */
 export function Bars({ report, dense }) {
   const largest = Math.max(...report.stages.map((stage) => stage.ms), ...(dense ? dense.stages.map((stage) => stage.ms) : []));
   const cells = Math.max(...report.stages.map((stage) => stage.height * stage.width));
   return html`
     <table class="bars">
-      <thead><tr><th>stage</th><th>milliseconds${dense ? ", pale: dense" : ""}</th><th></th><th>tokens, pale: dense</th><th></th></tr></thead>
+      <caption>Per stage <span class="soft">${dense || report.cost_share < 1 ? "light bar: best quality" : ""}</span></caption>
+      <thead><tr><th scope="col">Cells</th><th scope="col" colspan="2">Time, ms</th><th scope="col" colspan="2">Tokens</th></tr></thead>
       <tbody>
         ${report.stages.map((stage, index) => html`
           <tr class=${stage.skipped ? "skipped" : ""}>
-            <td>${stage.height}x${stage.width}</td>
-            <td class="bar">${dense && html`<i class="pale" style=${width(dense.stages[index]?.ms, largest)}></i>`}<i style=${width(stage.ms, largest)}></i></td>
-            <td class="number">${stage.skipped ? "skipped" : stage.ms.toFixed(1)}</td>
-            <td class="bar"><i class="pale" style=${width(stage.height * stage.width, cells)}></i><i class=${stage.cfg_branches > 1 ? "" : "half"} style=${width(stage.tokens, cells)}></i></td>
-            <td class="number">${Math.round(stage.tokens)}${stage.cfg_branches > 1 ? " x 2" : ""}</td>
+            <td>${stage.width}×${stage.height}</td>
+            <td class="bar"><span>${dense && html`<i class="pale" style=${width(dense.stages[index]?.ms, largest)}></i>`}<i style=${width(stage.ms, largest)}></i></span></td>
+            <td class="number">${stage.skipped ? "skipped" : time(stage.ms)}</td>
+            <td class="bar"><span><i class="pale" style=${width(stage.height * stage.width, cells)}></i><i style=${width(stage.tokens, cells)}></i></span></td>
+            <td class="number">${stage.skipped ? "" : `${Math.round(stage.tokens)}${stage.cfg_branches > 1 ? " ×2" : ""}`}</td>
           </tr>`)}
       </tbody>
     </table>
-    <p class="facts">
-      <b>${report.total_ms.toFixed(0)} ms</b>${` (prompt ${report.condition_ms.toFixed(0)}, decoding ${report.decode_ms.toFixed(0)}, queue ${report.queue_ms.toFixed(0)}),
-      ${(100 * report.cost_share).toFixed(0)} % of dense MACs, ${report.method}, ${report.engine}, batch of ${report.batch}`}
-      ${dense && html`, ${"speedup"} <b>${(dense.total_ms / report.total_ms).toFixed(2)}</b>`}
-    </p>
   `;
+}
+
+/** What ran, and where the time went. */
+export function Facts({ report }) {
+  const facts = {
+    Computed: `${(100 * report.cost_share).toFixed(0)} % of best quality`,
+    Prompt: `${time(report.condition_ms)} ms`,
+    Decoding: `${time(report.decode_ms)} ms`,
+    Queue: `${time(report.queue_ms)} ms`,
+    Batch: report.batch,
+    Engine: `${report.engine}, ${report.device}`,
+    Ran: report.method,
+  };
+  return html`<details class="facts"><summary>Details</summary><dl>${Object.entries(facts).map(([name, fact]) => html`<dt>${name}</dt><dd>${fact}</dd>`)}</dl></details>`;
 }

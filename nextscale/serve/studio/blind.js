@@ -1,26 +1,37 @@
 // A blind comparison: two methods, the same prompt and seed, left and right by chance, one vote.
 import { html } from "./html.js";
 import { useEffect, useState } from "preact/hooks";
-import { MethodInput } from "./form.js";
 import { sideBySide } from "./compare.js";
-import { download, source } from "./png.js";
+import { MethodInput } from "./fields.js";
+import { Frame } from "./frame.js";
+import { source } from "./png.js";
+import { ScoreView } from "./score.js";
 import { randomSeed } from "./settings.js";
-import { exported, keepVotes, readVotes, tally } from "./votes.js";
+import { DENSE } from "./speeds.js";
+import { keepVotes, readVotes } from "./votes.js";
 
 const KEYS = { ArrowLeft: "left", ArrowRight: "right", ArrowDown: "tie" };
 
-export function useBlind(run) {
+export function useBlind(run, stop) {
+  const [round, setRound] = useState(null); // {settings, a, b, prompts} while votes are taken
+  const [last, setLast] = useState({}); // the round before
   const [trial, setTrial] = useState(null); // {left, right, a, b, swapped, seed, prompt}
   const [votes, setVotes] = useState(readVotes);
-  const next = (settings, a, b, prompts) =>
+  const next = (about) =>
     run(async (signal) => {
-      setTrial(null);
+      const { settings, a, b, prompts } = about;
       const [seed, swapped] = [randomSeed(), Math.random() < 0.5];
-      const prompt = prompts[Math.floor(Math.random() * prompts.length)] || settings.prompt;
+      const prompt = prompts[Math.floor(Math.random() * prompts.length)];
       const images = await sideBySide({ ...settings, prompt, seed }, [a, b], signal);
       const [left, right] = (swapped ? images.reverse() : images).map((image) => image.b64_json);
       setTrial({ left, right, a, b, swapped, seed, prompt, model: settings.model, size: settings.size });
     });
+  const begin = (about) => {
+    setRound(about);
+    setLast(about);
+    setTrial(null);
+    next(about);
+  };
   const vote = (side) => {
     const { left, right, swapped, ...about } = trial;
     const choice = side === "tie" ? "tie" : (side === "left") === swapped ? "b" : "a";
@@ -28,60 +39,73 @@ export function useBlind(run) {
     keepVotes(all);
     setVotes(all);
     setTrial(null);
+    next(round);
+  };
+  const end = () => {
+    stop();
+    setRound(null);
   };
   const clear = () => {
     keepVotes([]);
     setVotes([]);
   };
-  return { trial, votes, next, vote, clear };
+  return { round, last, trial, votes, begin, vote, end, clear };
 }
 
-export function BlindView({ blind, settings, methods, busy }) {
-  const { trial, votes, next, vote, clear } = blind;
-  const [a, setA] = useState("dense");
-  const [b, setB] = useState(settings.method === "dense" ? Object.values(methods)[1] || "dense" : settings.method);
-  const [prompts, setPrompts] = useState(settings.prompt);
-  const start = () => next(settings, a, b, prompts.split("\n").filter((line) => line.trim()));
-  const decide = (side) => {
-    vote(side);
-    start();
-  };
+/** Two large pictures and nothing else. */
+export function Ballot({ blind, error, retry }) {
+  const { round, trial, vote, end } = blind;
   useEffect(() => {
     const pressed = (event) => {
-      if (trial && !busy && KEYS[event.key] && !/^(INPUT|TEXTAREA|SELECT)$/.test(event.target.tagName)) {
-        event.preventDefault();
-        decide(KEYS[event.key]);
-      }
+      if (event.key === "Escape") end();
+      if (!trial || !KEYS[event.key]) return;
+      event.preventDefault();
+      vote(KEYS[event.key]);
     };
     addEventListener("keydown", pressed);
     return () => removeEventListener("keydown", pressed);
   });
+  const side = (name, title) => html`
+    <button type="button" class="bare" disabled=${!trial} aria-label=${`${title} is better`} onClick=${() => vote(name)}>
+      <${Frame} size=${round.settings.size}>${trial ? html`<img src=${source(trial[name])} alt="" />` : html`<p class="waiting"><i class="spinner"></i></p>`}<//>
+      <b>${title}</b>
+    </button>`;
   return html`
-    <section class="view column" aria-label="blind comparison">
-      <div class="settings">
-        <label for="blind-a">One <${MethodInput} id="blind-a" methods=${methods} value=${a} onInput=${(event) => setA(event.target.value)} /></label>
-        <label for="blind-b">Other <${MethodInput} id="blind-b" methods=${methods} value=${b} onInput=${(event) => setB(event.target.value)} /></label>
-        <label class="wide" for="blind-prompts">Prompts, one per line; each pair takes one by chance <textarea id="blind-prompts" rows="3" value=${prompts} onInput=${(event) => setPrompts(event.target.value)}></textarea></label>
-        <div class="wide actions"><button class="primary" type="button" disabled=${busy || trial} onClick=${start}>${busy ? "generating a pair" : "Next pair"}</button>
-        <span class="hint"><kbd>←</kbd> <kbd>→</kbd> vote, <kbd>↓</kbd> is a tie</span></div>
-      </div>
-      ${trial && html`
-        <p class="facts">Which is the better picture of “${trial.prompt}”?</p>
-        <div class="pair">
-          <button type="button" onClick=${() => decide("left")}><img src=${source(trial.left)} alt="left picture" /></button>
-          <button type="button" onClick=${() => decide("right")}><img src=${source(trial.right)} alt="right picture" /></button>
+    <main class="ballot" aria-label="Blind A/B">
+      <h1>${trial ? html`Which is better: “${trial.prompt}”?` : error ? "No new pair" : "Generating the next pair"}</h1>
+      ${error && html`<p class="banner" role="alert"><span>${error.message}</span>${error.retryable && html`<button type="button" onClick=${retry}>Retry</button>`}</p>`}
+      <div class="pair">${side("left", "Picture 1")}${side("right", "Picture 2")}</div>
+      <div class="buttons"><button type="button" disabled=${!trial} onClick=${() => vote("tie")}>No difference</button><button type="button" onClick=${end}>Finish</button></div>
+      <p class="keys"><kbd>←</kbd> picture 1, <kbd>→</kbd> picture 2, <kbd>↓</kbd> no difference, <kbd>Esc</kbd> finishes</p>
+    </main>
+  `;
+}
+
+export function BlindView({ blind, settings, methods, first, busy }) {
+  const { votes, last, begin, clear } = blind;
+  const [a, setA] = useState(last.a || DENSE);
+  const [b, setB] = useState(last.b || first);
+  const [prompts, setPrompts] = useState(last.prompts?.join("\n") || settings.prompt || "a 3D icon of a red apple\na green frog\na flat icon of a red car");
+  const [score, setScore] = useState(false);
+  const start = (event) => {
+    event.preventDefault();
+    begin({ settings, a, b, prompts: prompts.split("\n").filter((line) => line.trim()) });
+  };
+  return html`
+    <section class="narrow-view" aria-label="Blind A/B">
+      <h2>Which one do people prefer?</h2>
+      <p class="soft">Two pictures of the same prompt and seed, one with each method, left and right by chance. You see neither names nor scores while you vote.</p>
+      <form class="panel options" onSubmit=${start}>
+        <div class="two">
+          <${MethodInput} id="blind-a" label="Method A" methods=${methods} value=${a} onChoose=${setA} />
+          <${MethodInput} id="blind-b" label="Method B" methods=${methods} value=${b} onChoose=${setB} />
         </div>
-        <button type="button" onClick=${() => decide("tie")}>No difference</button>`}
+        <div class="field"><label for="blind-prompts">Prompts, one per line. Each pair takes one by chance.</label><textarea id="blind-prompts" rows="4" required value=${prompts} onInput=${(event) => setPrompts(event.target.value)}></textarea></div>
+        <button class="primary" disabled=${busy}>Start voting</button>
+      </form>
       ${votes.length > 0 && html`
-        <table class="tally">
-          <thead><tr><th>one</th><th>other</th><th>wins of one</th><th>of other</th><th>ties</th><th>share of one, 95 % interval</th></tr></thead>
-          <tbody>${tally(votes).map((line) => html`
-            <tr><td>${line.a}</td><td>${line.b}</td><td>${line.winsA}</td><td>${line.winsB}</td><td>${line.ties}</td>
-            <td>${line.share === null ? "no decided vote" : `${(100 * line.share).toFixed(0)} % (${line.interval.map((bound) => (100 * bound).toFixed(0)).join(" to ")})`}</td></tr>`)}
-          </tbody>
-        </table>
-        <div class="actions"><button type="button" onClick=${() => download("votes.json", exported(votes), "application/json")}>Export votes</button>
-        <button type="button" onClick=${clear}>Clear votes</button></div>`}
+        <button type="button" id="score" aria-expanded=${score} onClick=${() => setScore(!score)}>${score ? "Hide score" : `Show score of ${votes.length} vote${votes.length > 1 ? "s" : ""}`}</button>
+        ${score && html`<${ScoreView} votes=${votes} clear=${clear} />`}`}
     </section>
   `;
 }

@@ -1,78 +1,91 @@
-// The same seed, dense and with a method, under one slider.
+// The same seed at best quality and with a method: one picture over the other, three rounds of timing.
 import { html } from "./html.js";
 import { useState } from "preact/hooks";
 import { compare, generate } from "./api.js";
-import { source } from "./png.js";
+import { Facts } from "./bars.js";
+import { Figures, likeness, seconds } from "./figures.js";
+import { Empty } from "./frame.js";
 import { randomSeed, requestOf } from "./settings.js";
+import { DENSE } from "./speeds.js";
+import { Split } from "./split.js";
 
 const ROUNDS = 3; // timed, after a warm-up
 const UNEVEN = 1 / 3; // difference of rounds above which the user is told
 
+const median = (sorted) => (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2;
+const sorted = (numbers) => numbers.sort((a, b) => a - b);
+
 /** Median, lowest and highest speedup of the rounds. */
 function spread(rounds) {
-  const sorted = rounds.map(([dense, other]) => dense.total_ms / other.total_ms).sort((a, b) => a - b);
-  const [low, high] = [sorted[0], sorted.at(-1)];
-  const middle = (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2;
-  return { middle, low, high, uneven: high / low - 1 > UNEVEN };
+  const ratios = sorted(rounds.map(([dense, other]) => dense.total_ms / other.total_ms));
+  const [low, high] = [ratios[0], ratios.at(-1)];
+  return { middle: median(ratios), low, high, uneven: high / low - 1 > UNEVEN };
 }
 
-/** Images of the same seed with several methods, at once: the server joins what it can. */
+/** Pictures of the same seed with several methods, at once: the server joins what it can. */
 export async function sideBySide(settings, methods, signal) {
   const seed = String(settings.seed).trim() || randomSeed();
   const answers = methods.map((method) => generate(requestOf({ ...settings, seed, method }), signal));
   return (await Promise.all(answers)).map((answer) => answer.data[0]);
 }
 
-export function useComparison(run, remember) {
+export function useComparison(run, remember, references) {
   const [pair, setPair] = useState(null);
-  const start = (settings) =>
+  const [busy, setBusy] = useState(false);
+  const start = (settings, label) =>
     run(async (signal) => {
-      setPair(null);
-      const [dense, other] = await sideBySide(settings, ["dense", settings.method], signal);
-      [dense, other].forEach((image) => remember(image.b64_json, image.report));
-      const rounds = [];
-      setPair({ dense, other, rounds, distance: null });
-      const distance = await compare(dense.b64_json, other.b64_json, signal);
-      setPair({ dense, other, rounds, distance });
-      while (rounds.length < ROUNDS) {
-        const reports = [];
-        for (const method of ["dense", settings.method]) {
-          reports.push((await generate(requestOf({ ...settings, seed: dense.seed, method }), signal)).data[0].report);
+      setBusy(true);
+      try {
+        const [dense, other] = await sideBySide(settings, [DENSE, settings.method], signal);
+        [dense, other].forEach((image) => remember(image.b64_json));
+        references.keep({ ...settings, seed: String(dense.seed) }, dense);
+        const found = { dense, other, label, size: settings.size, rounds: [], distance: null };
+        const show = () => setPair({ ...found });
+        show();
+        found.distance = await compare(dense.b64_json, other.b64_json, signal);
+        show();
+        while (found.rounds.length < ROUNDS) {
+          const reports = [];
+          for (const method of [DENSE, settings.method]) {
+            reports.push((await generate(requestOf({ ...settings, seed: dense.seed, method }), signal)).data[0].report);
+          }
+          found.rounds.push(reports);
+          show();
         }
-        rounds.push(reports);
-        setPair({ dense, other, rounds, distance });
+      } finally {
+        setBusy(false);
       }
     });
-  return { pair, start };
+  return { pair, busy, start };
 }
 
-export function CompareView({ pair, busy }) {
-  const [split, setSplit] = useState(50);
-  if (!pair) return html`<section class="view"><div class="canvas empty">${busy ? "generating both" : "dense against the method, with the same seed"}</div></section>`;
+export function CompareView({ comparison, settings, label, classes, choose }) {
+  const { pair, busy } = comparison;
+  if (!pair) {
+    return html`
+      <section class="stage" aria-label="Comparison">
+        <${Empty} size=${settings.size} title="Can you see the difference?" text=${`The same seed at best quality and with “${label}”, one over the other. Choose a prompt.`} busy=${busy && "Generating both"} classes=${classes} choose=${choose} />
+      </section>`;
+  }
   const { dense, other, rounds, distance } = pair;
   const { middle, low, high, uneven } = spread(rounds);
+  const like = likeness(distance);
+  const time = (which) => seconds(rounds.length ? median(sorted(rounds.map((round) => round[which].total_ms))) : [dense, other][which].report.total_ms);
   return html`
-    <section class="view" aria-label="comparison">
-      <div class="picture">
-        <div class="canvas split">
-          <img src=${source(other.b64_json)} alt=${other.report.method} />
-          <img class="above" src=${source(dense.b64_json)} alt="dense" style=${{ clipPath: `inset(0 ${100 - split}% 0 0)` }} />
-          <i class="line" style=${{ left: `${split}%` }}></i>
-        </div>
-        <label class="scrubber">dense <input type="range" min="0" max="100" value=${split} aria-label="slider" onInput=${(event) => setSplit(Number(event.target.value))} /> ${other.report.method}</label>
-      </div>
-      <div class="side">
-        <dl class="numbers" id="distance">
-          <dt>LPIPS</dt><dd id="lpips">${distance ? (distance.lpips ?? "too small") : "…"}</dd>
-          <dt>PSNR</dt><dd id="psnr">${distance ? `${distance.psnr.toFixed(2)} dB` : "…"}</dd>
-          <dt>SSIM</dt><dd>${distance ? distance.ssim : "…"}</dd>
-          <dt>speedup</dt><dd id="speedup">${rounds.length ? `${middle.toFixed(2)} (${low.toFixed(2)} to ${high.toFixed(2)})` : busy ? "measuring" : "not measured"}</dd>
-          <dt>rounds</dt><dd id="rounds">${rounds.length} of ${ROUNDS}, in turns</dd>
-          <dt>MACs</dt><dd>${(100 * other.report.cost_share).toFixed(0)} %</dd>
-          <dt>seed</dt><dd>${dense.seed}</dd>
-        </dl>
-        ${uneven && html`<p class="facts" role="status">Rounds differ by more than a third: the machine is busy. Compare again when it is quiet.</p>`}
-      </div>
+    <section class="stage" aria-label="Comparison">
+      <${Split} size=${pair.size} left=${{ b64: dense.b64_json, label: "Best quality" }} right=${{ b64: other.b64_json, label: pair.label }} />
+      <p class="soft tip">Drag the picture, or move the divider with the arrow keys.</p>
+    </section>
+    <section class="panel result" aria-label="Result">
+      <${Figures} figures=${[
+        { id: "seconds", value: time(1), unit: "s", label: "Time", about: `${time(0)} s at best quality` },
+        { id: "speedup", value: rounds.length ? middle.toFixed(2) : null, unit: "×", label: "Times faster", about: rounds.length ? html`<span id="range">${low.toFixed(2)} to ${high.toFixed(2)}</span>` : busy ? "measuring" : "not measured" },
+        { id: "likeness", value: like?.value, unit: like?.unit, label: "Likeness", about: like ? like.about : busy ? "measuring" : "not measured" },
+      ]} />
+      <p class="soft">Times: median of <span id="rounds">${rounds.length} of ${ROUNDS}</span> rounds in turns. ${like && html`<span id="distance">${like.all}</span>. `}Seed ${dense.seed}.</p>
+      ${uneven && html`<p class="note" role="status">Rounds differ by more than a third: the machine is busy. Compare again when it is quiet.</p>`}
+      ${like?.missing && html`<p class="soft">${like.missing}</p>`}
+      <${Facts} report=${other.report} />
     </section>
   `;
 }

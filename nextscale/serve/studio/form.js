@@ -1,58 +1,126 @@
-// The settings that all views share.
+// The settings that Generate, Compare and Grid share.
 import { html } from "./html.js";
-import { methodsOf, randomSeed } from "./settings.js";
+import { useEffect, useRef, useState } from "preact/hooks";
+import { Choice, Field, marked, MethodInput, namedMethods, Problem } from "./fields.js";
+import { randomSeed } from "./settings.js";
+import { aspectOf, aspectsOf, resized, sidesOf, spelled, stagesOf } from "./sizes.js";
+import { carriedOver, DENSE, methodsOf, nameOf, speedsOf } from "./speeds.js";
 
-export function Form({ options, settings, change, submit, busy, stop, label = "Generate" }) {
+const FIELDS = { width: "size", height: "size", aspect: "size", n: "size" }; // fields of requests that stand in another one here
+const OWN = ["prompt", "negative_prompt", "method", "size", "seed", "guidance_scale", "model"];
+const HIDDEN = ["negative_prompt", "guidance_scale", "model"]; // under "Advanced"
+
+const WIDE = matchMedia("(min-width: 800px)"); // options are always open, as in style.css
+
+/** The field of the form that an error is about; undefined if none. */
+export function fieldOf(error) {
+  const field = FIELDS[error?.param] || error?.param;
+  return OWN.includes(field) ? field : undefined;
+}
+
+export function Form({ options, settings, change, submit, busy, stop, label, error, view }) {
   const model = options.models.find((one) => one.id === settings.model) || options.models[0];
-  const field = (name) => ({ id: name, value: settings[name], onInput: (event) => change({ [name]: event.target.value }) });
+  const problem = (name) => (fieldOf(error) === name ? error.message : "");
+  const field = (name) => ({ ...marked(name, problem(name)), value: settings[name], onInput: (event) => change({ [name]: event.target.value }) });
+  const [open, setOpen] = useState(WIDE.matches);
+  const [advanced, setAdvanced] = useState(Boolean(settings.negative_prompt || settings.guidance_scale));
+  const form = useRef(null);
+  const resize = (size, from = model, to = model) =>
+    change({ model: to.id, size, method: carriedOver(settings.method, speedsOf(from, settings.size), speedsOf(to, size)) });
   const chooseModel = (event) => {
     const chosen = options.models.find((one) => one.id === event.target.value);
-    change({ model: chosen.id, size: chosen.size });
+    resize(chosen.size, model, chosen);
   };
   const send = (event) => {
     event.preventDefault();
     if (!busy) submit();
   };
+  useEffect(() => {
+    const widened = () => WIDE.matches && setOpen(true);
+    WIDE.addEventListener("change", widened);
+    return () => WIDE.removeEventListener("change", widened);
+  }, []);
+  useEffect(() => {
+    const name = fieldOf(error);
+    if (!name) return;
+    if (name !== "prompt") setOpen(true);
+    if (HIDDEN.includes(name)) setAdvanced(true);
+    requestAnimationFrame(() => form.current?.querySelector(`#${name}`)?.focus());
+  }, [error]);
+  const summary = [view !== "grid" && nameOf(settings.method, model, settings.size), spelled(settings.size), settings.seed.trim() ? `seed ${settings.seed}` : "random seed"].filter(Boolean).join(" · ");
   return html`
-    <form class="settings" onSubmit=${send}>
-      <label class="wide" for="prompt">${model.classes ? "Class number" : "Prompt"}
-        <textarea rows="3" required ...${field("prompt")} onKeyDown=${(event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target.form.requestSubmit()}></textarea>
-      </label>
-      <label class="wide" for="negative_prompt">Steer away from <input ...${field("negative_prompt")} /></label>
-      <label for="model">Model
-        <select id="model" value=${settings.model} onChange=${chooseModel}>${options.models.map((one) => html`<option value=${one.id}>${one.id}</option>`)}</select>
-      </label>
-      <label for="size">Size (stages)
-        <select ...${field("size")} onChange=${(event) => change({ size: event.target.value })}>${model.sizes.map(({ size, stages }) => html`<option value=${size}>${size} (${stages})</option>`)}</select>
-      </label>
-      <label for="seed">Seed
-        <span class="joined"><input inputmode="numeric" pattern="\\s*[0-9]*\\s*" title="a whole number up to 9223372036854775807" placeholder="random" ...${field("seed")} />
-        <button type="button" title="another seed" aria-label="another seed" onClick=${() => change({ seed: String(randomSeed()) })}>⚄</button></span>
-      </label>
-      <label for="guidance_scale">Guidance <input title="a number, or one per stage with commas between them" placeholder="as published" ...${field("guidance_scale")} /></label>
-      <label class="wide" for="method">Method <${MethodInput} methods=${methodsOf(model, settings.size)} ...${field("method")} /></label>
-      ${Object.keys(settings.carried).length > 0 && html`
-        <p class="wide facts" id="carried">As in the restored image: ${Object.entries(settings.carried).map(([name, value]) => `${name} ${JSON.stringify(value)}`).join(", ")}
-        ${" "}<button type="button" class="small" onClick=${() => change({ carried: {} })}>leave out</button></p>`}
-      <div class="wide actions">
-        <button class="primary" type="submit" disabled=${busy}>${label}</button>
-        <button type="button" disabled=${!busy} onClick=${stop}>Stop</button>
-        <span class="hint"><kbd>Ctrl</kbd> <kbd>Enter</kbd> generates, <kbd>Esc</kbd> stops</span>
+    <form class="panel form" ref=${form} onSubmit=${send} onKeyDown=${(event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && form.current.requestSubmit()}>
+      <${Field} id="prompt" label=${model.classes ? "Class number" : "Prompt"} problem=${problem("prompt")}>
+        <textarea rows="2" required placeholder=${model.classes ? "such as 207" : "What should the picture show?"} ...${field("prompt")}></textarea>
+      <//>
+      <div class="send">
+        ${busy ? html`<button type="button" class="primary" id="stop" onClick=${stop}>Stop</button>` : html`<button class="primary" id="send" type="submit">${label}</button>`}
+        <span class="keys"><kbd>Ctrl</kbd>+<kbd>Enter</kbd> starts, <kbd>Esc</kbd> stops</span>
       </div>
+      <details open=${open} onToggle=${(event) => setOpen(event.currentTarget.open)}>
+        <summary>Options <span class="soft">${summary}</span></summary>
+        <div class="options">
+          ${view !== "grid" && html`<${Speed} model=${model} settings=${settings} change=${change} problem=${problem("method")} compared=${view === "compare"} />`}
+          <${Size} model=${model} size=${settings.size} resize=${resize} problem=${problem("size")} />
+          <${Field} id="seed" label="Seed" problem=${problem("seed")}>
+            <span class="joined"><input inputmode="numeric" pattern="\\s*[0-9]*\\s*" title="a whole number up to 9223372036854775807" placeholder="random" ...${field("seed")} />
+            <button type="button" title="Another seed" aria-label="Another seed" onClick=${() => change({ seed: String(randomSeed()) })}>⚄</button></span>
+          <//>
+          ${Object.keys(settings.carried).length > 0 && html`
+            <p class="soft" id="carried">As in the restored picture: ${Object.entries(settings.carried).map(([name, value]) => `${name} ${JSON.stringify(value)}`).join(", ")}.
+            ${" "}<button type="button" class="link" onClick=${() => change({ carried: {} })}>Leave out</button></p>`}
+          <details class="advanced" open=${advanced} onToggle=${(event) => (event.stopPropagation(), setAdvanced(event.currentTarget.open))}>
+            <summary>Advanced</summary>
+            <div class="options">
+              <${Field} id="negative_prompt" label="Negative prompt" problem=${problem("negative_prompt")}><input ...${field("negative_prompt")} /><//>
+              <${Field} id="guidance_scale" label="Guidance" problem=${problem("guidance_scale")}><input title="a number, or one per stage with commas between them" placeholder="as published" ...${field("guidance_scale")} /><//>
+              <${Field} id="model" label="Model" problem=${problem("model")}>
+                <select ...${marked("model", problem("model"))} value=${settings.model} onChange=${chooseModel}>${options.models.map((one) => html`<option value=${one.id}>${one.id}</option>`)}</select>
+              <//>
+            </div>
+          </details>
+        </div>
+      </details>
     </form>
   `;
 }
 
-/** A method by name or written out; names of a list stand for their settings. */
-export function MethodInput({ methods, id, value, onInput }) {
-  const name = Object.keys(methods).find((one) => methods[one] === value);
+function Speed({ model, settings, change, problem, compared }) {
+  const speeds = speedsOf(model, settings.size).filter(({ method }) => !compared || method !== DENSE);
+  const current = speeds.find(({ method }) => method === settings.method);
+  const [more, setMore] = useState(false);
+  const shown = more || !current || problem;
+  const choose = (value) => {
+    setMore(value === "more");
+    if (value !== "more") change({ method: value });
+  };
+  const choices = [...speeds.map(({ name, method, about }) => ({ value: method, label: name, title: about })), { value: "more", label: "More" }];
   return html`
-    <span class="stacked">
-      <select aria-label="named methods" value=${name || ""} onChange=${(event) => onInput({ target: { value: methods[event.target.value] } })}>
-        ${!name && html`<option value="">written out</option>`}
-        ${Object.keys(methods).map((one) => html`<option value=${one}>${one}</option>`)}
-      </select>
-      <input id=${id} value=${value} spellcheck="false" onInput=${onInput} />
-    </span>
+    <${Choice} name="speed" legend=${compared ? "Compare best quality with" : "Speed"} kind="speed" choices=${choices} value=${shown ? "more" : settings.method} onChoose=${choose} />
+    ${shown
+      ? html`<${MethodInput} id="method" label="Method" methods=${namedMethods(speeds, methodsOf(model, settings.size))} value=${settings.method} onChoose=${(method) => (setMore(true), change({ method }))} problem=${problem} />`
+      : html`<p class="soft about">${current.about}</p>`}
+  `;
+}
+
+function Size({ model, size, resize, problem }) {
+  const aspects = aspectsOf(model);
+  const mine = aspectOf(size);
+  const [all, setAll] = useState(false);
+  const shown = aspects.filter(({ usual, name }) => all || usual || name === mine);
+  const sizes = aspects.find(({ name }) => name === mine)?.sizes || [size];
+  const shape = ({ name }) => {
+    const [width, height] = sidesOf(name.replace(":", "x"));
+    const side = 18 / Math.max(width, height);
+    return html`<i class="shape" style=${{ width: `${side * width}px`, height: `${side * height}px` }}></i>${name}`;
+  };
+  const choices = shown.map((aspect) => ({ value: aspect.name, label: shape(aspect) }));
+  return html`
+    <${Choice} name="aspect" legend=${html`Shape${aspects.length > shown.length && html` <button type="button" class="link" onClick=${() => setAll(true)}>More shapes</button>`}`} kind="aspect" choices=${choices} value=${mine} onChoose=${(name) => resize(resized(aspects.find((one) => one.name === name).sizes, size))} />
+    <div class="field">
+      <label for="size">Size <output class="soft" id="size-text">${spelled(size)}, ${stagesOf(model, size)} stages</output></label>
+      <input type="range" ...${marked("size", problem)} min="0" max=${sizes.length - 1} step="1" value=${Math.max(sizes.indexOf(size), 0)} disabled=${sizes.length < 2} aria-valuetext=${spelled(size)} onInput=${(event) => resize(sizes[Number(event.target.value)])} />
+      <${Problem} id="size" text=${problem} />
+    </div>
   `;
 }

@@ -1,49 +1,101 @@
-// The first view: one image, stage by stage.
+// One picture: it grows stage by stage, can be scrubbed, and says what it took.
 import { html } from "./html.js";
-import { useState } from "preact/hooks";
+import { useEffect, useState } from "preact/hooks";
 import { COMPLETED, stream } from "./api.js";
-import { Bars } from "./bars.js";
-import { bytesOf, download } from "./png.js";
+import { Bars, Facts } from "./bars.js";
+import { Empty, Frame } from "./frame.js";
+import { ComputeMap, Legend } from "./masks.js";
+import { ResultCard } from "./measure.js";
+import { savePicture, source } from "./png.js";
 import { MOST_PARTIALS, requestOf } from "./settings.js";
-import { Viewer } from "./viewer.js";
+import { DENSE } from "./speeds.js";
+import { Stages } from "./stages.js";
 
-const empty = { frames: [], final: null, stages: 0, place: null };
-
-export function useGeneration(run, remember) {
-  const [shown, setShown] = useState(empty);
+/** `shown`: the last finished picture; it stays until the next one has its first stage, and comes back if that fails. */
+export function useGeneration(run, remember, references) {
+  const [shown, setShown] = useState(null); // {frames, final, stages, settings}
+  const [growing, setGrowing] = useState(null);
+  const [place, setPlace] = useState(null); // null: the latest
   const generate = (settings, masks) =>
     run(async (signal) => {
-      setShown(empty);
-      const body = { ...requestOf(settings), partial_images: MOST_PARTIALS, masks };
-      await stream(
-        body,
-        (event) => {
-          const last = event.type === COMPLETED;
-          const stages = last ? event.report.stages.length : event.stages;
-          const stage = last ? stages - 1 : event.stage;
-          setShown((before) => ({ ...before, frames: [...before.frames, { stage, b64: event.b64_json }], stages, final: last ? event : null }));
-          if (last) remember(event.b64_json, event.report);
-        },
-        signal,
-      );
+      const frames = [];
+      let current = true;
+      setGrowing({ frames: [], stages: 0, settings });
+      try {
+        await stream(
+          { ...requestOf(settings), partial_images: MOST_PARTIALS, masks },
+          (event) => {
+            const final = event.type === COMPLETED ? event : null;
+            const stages = final ? event.report.stages.length : event.stages;
+            frames.push({ stage: final ? stages - 1 : event.stage, b64: event.b64_json });
+            if (!final) return setGrowing({ frames: [...frames], stages, settings });
+            const used = { ...settings, seed: String(event.seed) };
+            current = false;
+            setGrowing(null);
+            setPlace(null);
+            setShown({ frames, final, stages, settings: used });
+            remember(event.b64_json);
+            if (settings.method === DENSE) references.keep(used, event);
+            else if (references.find(used)) references.measure(used, event).catch(() => {}); // the card then still has its button
+          },
+          signal,
+        );
+      } finally {
+        if (current) setGrowing(null);
+      }
     });
-  const restore = (b64) => setShown({ ...empty, frames: [{ stage: 0, b64 }], stages: 1 });
-  const setPlace = (place) => setShown((before) => ({ ...before, place }));
-  return { shown, restore, setPlace, generate };
+  const measure = () =>
+    run(async (signal) => {
+      const dense = await references.measure(shown.settings, shown.final, signal);
+      if (dense) remember(dense.b64_json);
+    });
+  const restore = (b64, settings) => {
+    setPlace(null);
+    setShown({ frames: [{ stage: 0, b64 }], final: null, stages: 1, settings });
+  };
+  return { shown, growing, place, setPlace, generate, measure, restore };
 }
 
-export function GenerateView({ generation, busy, masks, setMasks, dense }) {
-  const { frames, final, stages, place } = generation.shown;
+export function GenerateView({ generation, busy, settings, classes, masked, setMasked, references, choose }) {
+  const { shown, growing, place, setPlace } = generation;
+  const live = growing?.frames.length ? growing : null;
+  const picture = live || shown;
+  const last = picture ? picture.frames.length - 1 : 0;
+  const at = live || place === null ? last : Math.min(place, last);
+  const final = live ? null : shown?.final;
+  useEffect(() => {
+    if (masked && !busy && shown && !shown.final?.masks) generation.generate(shown.settings, true);
+  }, [masked]);
+  if (!picture) {
+    return html`
+      <section class="stage" aria-label="Picture">
+        <${Empty} size=${settings.size} title="What shall it be?" text="Write a prompt, or start with one of these." busy=${growing && "Waiting for the first stage"} classes=${classes} choose=${choose} />
+      </section>`;
+  }
+  const frame = picture.frames[at];
+  const mask = masked && final?.masks?.find((one) => one.stage === frame.stage);
   return html`
-    <section class="view" aria-label="generated image">
-      <div class="picture"><${Viewer} frames=${frames} final=${final} stages=${stages} place=${place} setPlace=${generation.setPlace} busy=${busy} /></div>
-      <div class="side">
-        <label><input type="checkbox" checked=${masks} onChange=${(event) => setMasks(event.target.checked)} /> compute mask with the next image (runs without captured graphs)</label>
-        ${final?.report && html`
-          <${Bars} report=${final.report} dense=${dense} />
-          <p class="actions"><span class="facts">seed <b id="used-seed">${final.seed}</b></span>
-          <button type="button" onClick=${() => download(`nextscale-${final.seed}.png`, bytesOf(final.b64_json), "image/png")}>Save PNG</button></p>`}
+    <section class="stage" aria-label="Picture">
+      <${Frame} size=${picture.settings.size} class=${mask ? "frame faded" : "frame"} data-stage=${frame.stage} data-frames=${picture.frames.length} data-live=${live ? "" : undefined}>
+        <img src=${source(frame.b64)} alt=${picture.stages > 1 ? `${picture.settings.prompt}, after stage ${frame.stage + 1} of ${picture.stages}` : picture.settings.prompt} />
+        ${mask && html`<${ComputeMap} b64=${mask.b64_json} />`}
+        ${growing && !live && html`<p class="waiting over"><i class="spinner"></i>Waiting for the first stage</p>`}
+      <//>
+      <${Stages} frames=${picture.frames} stages=${picture.stages} place=${at} setPlace=${setPlace} busy=${Boolean(live)} />
+      <div class="tools">
+        <label class="switch" title="Slower on a GPU"><input type="checkbox" role="switch" id="masked" checked=${masked} onChange=${(event) => setMasked(event.target.checked)} /><i></i>Show where it computed</label>
+        ${masked && html`<${Legend} />`}
       </div>
+    </section>
+    <section class="panel result" aria-label="Result">
+      ${final?.report
+        ? html`
+          <div class="used"><p><b>${shown.settings.prompt}</b><br /><span class="soft">seed <span id="used-seed">${final.seed}</span></span></p>
+          <button type="button" id="save" onClick=${() => savePicture(final.b64_json, final.seed)}>Save PNG</button></div>
+          <${ResultCard} image=${final} settings=${shown.settings} references=${references} measure=${generation.measure} busy=${busy} />
+          <${Bars} report=${final.report} dense=${shown.settings.method === DENSE ? null : references.find(shown.settings)?.report} />
+          <${Facts} report=${final.report} />`
+        : html`<p class="soft">${live ? `Stage ${frame.stage + 1} of ${picture.stages} is done.` : "A picture of the history. Generate it again to see its stages and times."}</p>`}
     </section>
   `;
 }

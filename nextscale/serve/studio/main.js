@@ -1,147 +1,101 @@
-// The page: settings on the left, one of five views on the right.
+// The page: an address per view, the settings that views share, and the work that they start.
 import { render } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
-import { apiKey, options as readOptions } from "./api.js";
-import { BlindView, useBlind } from "./blind.js";
+import { useEffect, useState } from "preact/hooks";
+import { Ballot, BlindView, useBlind } from "./blind.js";
 import { CompareView, useComparison } from "./compare.js";
-import { Form } from "./form.js";
+import { Door } from "./door.js";
+import { useDrop } from "./drop.js";
+import { namedMethods } from "./fields.js";
+import { fieldOf, Form } from "./form.js";
 import { GenerateView, useGeneration } from "./generate.js";
 import { GridView, useGrid } from "./grid.js";
-import { addToHistory, clearHistory, HistoryView, KEPT, readHistory } from "./history.js";
+import { HistoryView } from "./history.js";
 import { html } from "./html.js";
-import { settingsOf } from "./png.js";
-import { defaults, lost, methodsOf, restored } from "./settings.js";
+import { useReferences } from "./measure.js";
+import { addressOf, go, useView, VIEWS } from "./route.js";
+import { firstSettings, keepSettings, lost, restored } from "./settings.js";
+import { DENSE, methodsOf, nameOf, recommended, speedsOf } from "./speeds.js";
+import { addPicture, clearPictures, KEPT, readPictures } from "./store.js";
+import { ThemeButton } from "./theme.js";
+import { useWork } from "./work.js";
 
-const VIEWS = { generate: "Generate", compare: "Compare", grid: "Grid", blind: "Blind A/B", history: "History" };
-const LABELS = { compare: "Compare with dense", grid: "Generate the grid" };
-
-/** One piece of work at a time, that can be stopped; its error is shown. */
-function useWork() {
-  const [busy, setBusy] = useState(false);
-  const [error, setError] = useState("");
-  const controller = useRef(null);
-  const run = async (work) => {
-    controller.current?.abort();
-    const mine = (controller.current = new AbortController());
-    setBusy(true);
-    setError("");
-    try {
-      await work(mine.signal);
-    } catch (failure) {
-      if (failure.name !== "AbortError") setError(failure.message);
-    } finally {
-      if (controller.current === mine) setBusy(false);
-    }
-  };
-  return { busy, error, setError, run, stop: () => controller.current?.abort() };
-}
+const LABELS = { generate: "Generate", compare: "Compare", grid: "Generate grid" };
 
 function Studio({ options }) {
-  const [settings, setSettings] = useState(() => defaults(options));
-  const [view, setView] = useState("generate");
-  const [masks, setMasks] = useState(true);
-  const [denseReports, setDenseReports] = useState({});
-  const [history, setHistory] = useState([]);
-  const [chosen, setChosen] = useState(["dense"]);
-  const [seeds, setSeeds] = useState(3);
+  const [settings, setSettings] = useState(() => firstSettings(options));
+  const [masked, setMasked] = useState(false);
+  const [pictures, setPictures] = useState([]);
+  const [rows, setRows] = useState(null); // methods of the grid, once they are chosen
+  const [count, setCount] = useState(3);
+  const view = useView();
   const work = useWork();
-  const kind = `${settings.model} ${settings.size}`;
-  const methods = methodsOf(options.models.find((one) => one.id === settings.model), settings.size);
-
-  const remember = async (b64, report) => {
-    if (report.method === "dense") setDenseReports((before) => ({ ...before, [kind]: report }));
-    const entry = await addToHistory(b64);
-    setHistory((before) => [entry, ...before].slice(0, KEPT));
+  const references = useReferences();
+  const remember = async (b64) => {
+    const entry = await addPicture(b64);
+    setPictures((before) => [entry, ...before].slice(0, KEPT));
   };
-  const generation = useGeneration(work.run, remember);
-  const comparison = useComparison(work.run, remember);
-  const grid = useGrid(work.run);
-  const blind = useBlind(work.run);
+  const generation = useGeneration(work.run, remember, references);
+  const comparison = useComparison(work.run, remember, references);
+  const grid = useGrid(work.run, remember);
+  const blind = useBlind(work.run, work.stop);
+
+  const model = options.models.find((one) => one.id === settings.model) || options.models[0];
+  const speeds = speedsOf(model, settings.size);
+  const methods = namedMethods(speeds, methodsOf(model, settings.size));
+  const first = recommended(model, settings.size);
+  const compared = { ...settings, method: settings.method === DENSE ? first : settings.method };
+  const label = nameOf(compared.method, model, settings.size);
+  const chosen = rows || [DENSE, ...speeds.slice(-2).map(({ method }) => method)];
+  const labelOf = (found) => nameOf(found.method, options.models.find((one) => one.id === found.model && one.sizes.some(({ size }) => size === found.size)), found.size);
 
   const change = (changes) => setSettings((before) => ({ ...before, ...changes }));
   const restore = (found, b64) => {
     const next = restored(found, settings, options);
     const names = lost(found, next);
     setSettings(next);
-    work.setError(names.length ? `Not restored, so that the next image will differ: ${names.join(", ")}` : "");
-    generation.restore(b64);
-    setView("generate");
+    work.say(names.length ? `Not restored, so that the next picture will differ: ${names.join(", ")}` : "");
+    generation.restore(b64, next);
+    go("generate");
   };
   const submit = {
-    generate: () => generation.generate(settings, masks),
-    compare: () => comparison.start(settings),
-    grid: () => grid.start(settings, chosen.filter((name) => methods[name]).map((name) => ({ name, text: methods[name] })), seeds),
+    generate: (given = settings) => generation.generate(given, masked),
+    compare: (given = compared) => comparison.start(given, label),
+    grid: () => grid.start(settings, Object.entries(methods).filter(([, text]) => chosen.includes(text)).map(([name, text]) => ({ name, text })), count),
+  };
+  const choose = (prompt) => {
+    change({ prompt });
+    submit[view]({ ...(view === "compare" ? compared : settings), prompt });
   };
 
+  useEffect(() => void readPictures().then(setPictures), []);
+  useEffect(() => keepSettings(settings), [settings]);
   useEffect(() => {
-    readHistory().then(setHistory);
-    const pressed = (event) => event.key === "Escape" && work.stop();
+    const pressed = (event) => event.key === "Escape" && !document.querySelector("dialog[open]") && work.stop();
     addEventListener("keydown", pressed);
     return () => removeEventListener("keydown", pressed);
   }, []);
-  useDrop(restore, work.setError);
+  useDrop(restore, work.say);
 
+  if (view === "blind" && blind.round) return html`<${Ballot} blind=${blind} error=${work.error} retry=${work.retry} />`;
+  const shared = { settings, classes: model.classes, choose, busy: work.busy };
+  const beside = view in LABELS && fieldOf(work.error); // the form shows that error
   return html`
-    <header><h1>nextscale studio</h1>
-      <nav role="tablist">${Object.entries(VIEWS).map(([name, title]) => html`
-        <button role="tab" id=${`tab-${name}`} aria-selected=${view === name} onClick=${() => setView(name)}>${title}</button>`)}
-      </nav>
+    <header>
+      <a class="brand" href=${addressOf("generate")}><i></i><h1>nextscale <span>studio</span></h1></a>
+      <nav aria-label="Views">${Object.entries(VIEWS).map(([name, title]) => html`<a id=${`tab-${name}`} href=${addressOf(name)} aria-current=${view === name ? "page" : undefined}>${title}</a>`)}</nav>
+      <${ThemeButton} />
     </header>
-    ${work.error && html`<p class="error" role="alert">${work.error}</p>`}
-    <div class="columns">
-      <aside><${Form} options=${options} settings=${settings} change=${change} busy=${work.busy} stop=${work.stop}
-        submit=${submit[view] || (() => { setView("generate"); submit.generate(); })} label=${LABELS[view]} /></aside>
-      ${view === "generate" && html`<${GenerateView} generation=${generation} busy=${work.busy} masks=${masks} setMasks=${setMasks} dense=${denseReports[kind]} />`}
-      ${view === "compare" && html`<${CompareView} pair=${comparison.pair} busy=${work.busy} />`}
-      ${view === "grid" && html`<${GridView} rows=${grid.rows} methods=${methods} chosen=${chosen} setChosen=${setChosen} seeds=${seeds} setSeeds=${setSeeds} most=${options.most_images} busy=${work.busy} />`}
-      ${view === "blind" && html`<${BlindView} blind=${blind} settings=${settings} methods=${methods} busy=${work.busy} />`}
-      ${view === "history" && html`<${HistoryView} images=${history} restore=${restore} clear=${async () => { await clearHistory(); setHistory([]); }} />`}
-    </div>
+    <main class=${`page ${view}`}>
+      ${view in LABELS && html`<${Form} options=${options} settings=${view === "compare" ? compared : settings} change=${change} busy=${work.busy} stop=${work.stop} submit=${() => submit[view]()} label=${LABELS[view]} error=${work.error} view=${view} />`}
+      ${work.error && !beside && html`<p class="banner" role="alert"><span>${work.error.message}</span>${work.error.retryable && html`<button type="button" id="retry" onClick=${work.retry}>Retry</button>`}</p>`}
+      ${work.note && html`<p class="banner note" role="status"><span>${work.note}</span><button type="button" class="quiet" aria-label="Close" onClick=${() => work.say("")}>×</button></p>`}
+      ${view === "generate" && html`<${GenerateView} ...${shared} generation=${generation} masked=${masked} setMasked=${setMasked} references=${references} />`}
+      ${view === "compare" && html`<${CompareView} ...${shared} comparison=${comparison} label=${label} />`}
+      ${view === "grid" && html`<${GridView} grid=${grid} methods=${methods} chosen=${chosen} setChosen=${setRows} count=${count} setCount=${setCount} most=${options.most_images} busy=${work.busy} restore=${(b64) => restore(pictures.find((one) => one.b64 === b64)?.settings || {}, b64)} />`}
+      ${view === "blind" && html`<${BlindView} blind=${blind} settings=${settings} methods=${methods} first=${first} busy=${work.busy} />`}
+      ${view === "history" && html`<${HistoryView} pictures=${pictures} restore=${restore} labelOf=${labelOf} clear=${async () => { await clearPictures(); setPictures([]); }} />`}
+    </main>
   `;
 }
 
-/** A PNG of this server that is dropped on the page restores its settings. */
-function useDrop(restore, fail) {
-  useEffect(() => {
-    const over = (event) => event.preventDefault();
-    const drop = async (event) => {
-      event.preventDefault();
-      const file = event.dataTransfer?.files[0];
-      if (!file) return;
-      const bytes = new Uint8Array(await file.arrayBuffer());
-      const found = settingsOf(bytes);
-      if (!found) return fail(`${file.name} holds no settings: drop a PNG that this server has generated`);
-      let text = "";
-      for (const byte of bytes) text += String.fromCharCode(byte);
-      restore(found, btoa(text));
-    };
-    addEventListener("dragover", over);
-    addEventListener("drop", drop);
-    return () => {
-      removeEventListener("dragover", over);
-      removeEventListener("drop", drop);
-    };
-  });
-}
-
-/** Asks for a key where the server wants one, and waits while it loads. */
-function Door() {
-  const [options, setOptions] = useState(null);
-  const [error, setError] = useState(null);
-  const enter = () =>
-    readOptions().then(setOptions, (failure) => {
-      setError(failure);
-      if (failure.status === 503) setTimeout(enter, 1000 * Math.max(failure.retryAfter, 1));
-    });
-  useEffect(() => void enter(), []);
-  if (options) return html`<${Studio} options=${options} />`;
-  if (error?.status !== 401) return html`<p class="error">${error ? error.message : "asking the server"}</p>`;
-  const send = (event) => {
-    event.preventDefault();
-    apiKey.set(new FormData(event.target).get("key"));
-    enter();
-  };
-  return html`<form class="settings" onSubmit=${send}><label class="wide">API key <input name="key" type="password" autofocus /></label><button class="primary">Enter</button></form>`;
-}
-
-render(html`<${Door} />`, document.getElementById("app"));
+render(html`<${Door} inside=${(options) => html`<${Studio} options=${options} />`} />`, document.getElementById("app"));

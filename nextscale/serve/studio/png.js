@@ -42,3 +42,5 @@ export function download(name, content, type) {
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
+
+export const savePicture = (b64, seed) => download(`nextscale-${seed}.png`, bytesOf(b64), "image/png");

@@ -1,6 +1,7 @@
-// What an image is asked for with: defaults, the request they make, and how they come back from a PNG.
+// Settings of an image: defaults, the request they make, and how they come back from a PNG or the last visit.
 
 export const MOST_PARTIALS = 32; // every stage
+const KEPT = "nextscale.settings";
 const CARRIED = ["temperature", "top_k", "top_p", "greedy", "stop_after_stage"]; // what a PNG may hold and the form has no field for
 
 /** JSON whose seeds become text: they have up to 63 bits, and a number in JavaScript has 53. */
@@ -9,12 +10,9 @@ export const parsed = (text) => JSON.parse(text.replace(/"seed":\s*(\d+)(?=\s*[,
 /** JSON in which seeds that are kept as text are numbers. */
 export const written = (body) => JSON.stringify(body).replace(/"seed":"0*(\d+)"/g, '"seed":$1');
 
-/** Named methods that fit the stages of a size. */
-export const methodsOf = (model, size) => model.methods[model.sizes.find((one) => one.size === size)?.stages ?? model.stages];
-
 export const defaults = (options) => ({
   model: options.models[0].id,
-  prompt: options.models[0].classes ? "207" : "a 3D icon of a red apple",
+  prompt: "",
   negative_prompt: "",
   seed: "7",
   size: options.models[0].size,
@@ -22,6 +20,20 @@ export const defaults = (options) => ({
   guidance_scale: "",
   carried: {},
 });
+
+export const keepSettings = (settings) => localStorage.setItem(KEPT, JSON.stringify(settings));
+
+/** Settings of the last visit, as far as this server has the model and the size. */
+export function firstSettings(options) {
+  const fresh = defaults(options);
+  try {
+    const last = JSON.parse(localStorage.getItem(KEPT));
+    const model = options.models.find((one) => one.id === last.model);
+    return model?.sizes.some(({ size }) => size === last.size) ? { ...fresh, ...last } : fresh;
+  } catch {
+    return fresh;
+  }
+}
 
 /** The fields of a request; those that are empty are left to the server. */
 export function requestOf(settings) {

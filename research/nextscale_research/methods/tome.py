@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..models.context import ForwardContext
-from ..models.macs import SublayerTokens
-from ..stage import Schedule, Stage, Tokens
-from ..validation import is_fraction, require, require_flags
-from .method import DENSE, Method, Plans, Span, StagePlan
-from .stages import LAST_STAGES, present_stages, stage_indices
-from .token_ops import Destinations, Merge, block_count, merged_count, require_separate_sublayers
+from nextscale.methods.method import DENSE, Method, Plans, Span, StagePlan
+from nextscale.methods.skip import present_stages, stage_indices
+from nextscale.methods.token_ops import require_separate_sublayers
+from nextscale.models.context import ForwardContext
+from nextscale.models.macs import SublayerTokens
+from nextscale.stage import Schedule, Stage, Tokens
+from nextscale.validation import is_fraction, require, require_flags
+
+from .merging import Destinations, Merge, block_count, merged_count
+from .stages import LAST_STAGES
 
 if TYPE_CHECKING:
-    from ..models.base import NextScaleModel
-    from ..models.blocks import Block
+    from nextscale.models.base import NextScaleModel
+    from nextscale.models.blocks import Block
 
 SublayerName = Literal["attention", "cross_attention", "feed_forward"]
 
@@ -53,7 +56,7 @@ class ToMe(Method):
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         text = "cross_attention" not in self.sublayers or all(block.has_text for block in model.stack)
         require(text, "sublayers", f"attention and feed_forward for {type(model).__name__}, which has no cross_attention", self.sublayers)
-        stages = present_stages(range(len(schedule))[-LAST_STAGES:] if self.stages is None else self.stages, schedule, "ToMe")
+        stages = present_stages(range(len(schedule))[-LAST_STAGES:] if self.stages is None else self.stages, schedule)
         plans = [DENSE] * len(schedule)
         for stage in (schedule[index] for index in stages):
             span = MergedBlocks(range(len(model.blocks)), self.ratio, self.sublayers, block_count(stage), self.random)
