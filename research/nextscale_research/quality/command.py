@@ -12,12 +12,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from nextscale.cli.files import require_writable
+from nextscale.cli.files import require_results, require_writable
 from nextscale.cli.options import MACHINE, Batch, Force, ModelOptions, PromptFile, Seed, SizeOptions, grouped, option, out_option
 from nextscale.cli.parse import method_name
 from nextscale.cli.show import plain_table, result_console, share_bar
 from nextscale.errors import CheckpointError, PromptError, SettingError
-from nextscale.eval.results import Row, append_rows, read_rows, require_results
+from nextscale.eval.results import Row, append_rows, read_rows
 from nextscale.io import write_text
 from nextscale.loading.presets import build_model
 from nextscale.metrics import Lpips
@@ -106,7 +106,6 @@ def quality(
         if one not in LISTS:
             model.resolved(chosen[one], schedule, batch)
     texts = read_eval_prompts(prompts.prompts_file, prompts.limit)
-    require_writable([out] if out else [], force=True)  # rows are added
     require_results(out)
     features, device = judging.features(), model.torch_device
     with share_bar() as progress:
