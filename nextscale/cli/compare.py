@@ -76,7 +76,7 @@ def compare(
 
     spec, device = model.spec, model.torch_device
     own = PROMPTS if device.type == "cuda" else PROMPTS[:ON_CPU]
-    texts = [prompt.text for prompt in prompts.read_file()]
+    texts = prompts.read_file()
     if not texts and spec.text_encoder is None:
         raise PromptError(f"the default prompts are text; {spec.name} takes class numbers. Pass --prompts FILE.")
     columns = [parse_prompt(text, spec) for text in texts or own]

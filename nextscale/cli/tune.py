@@ -202,9 +202,9 @@ def read_prompts(prompts: Path | None, test: Path | None, start: Path | None, sp
 
 def prompts_of(file: Path, spec: ModelSpec) -> list[Any]:
     """Returns captions, or class numbers for a class model."""
-    from ..offline.prompts import read_eval_prompts
+    from ..offline.prompts import read_prompts
 
-    found = [prompt.text for prompt in read_eval_prompts(file)]
+    found = read_prompts(file)
     try:
         return found if spec.text_encoder is not None else [parse_prompt(text, spec) for text in found]
     except PromptError as error:

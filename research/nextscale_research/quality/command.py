@@ -21,7 +21,6 @@ from nextscale.eval.results import Row, append_rows, read_rows
 from nextscale.io import write_text
 from nextscale.loading.presets import build_model
 from nextscale.metrics import Lpips
-from nextscale.offline.prompts import read_eval_prompts
 
 from ..metrics.efficientnet import EfficientNetLite0
 from ..metrics.files import EFFICIENTNET, VARIABLE, metric_file
@@ -30,6 +29,7 @@ from .agreement import Agreement, real_features
 from .frontier import frontier_svg
 from .judge import SetJudge, judge
 from .lists import LISTS, chosen_methods
+from .prompts import read_eval_prompts
 from .rows import comparable, judged, real_agreement
 
 STANDARD = "standard"
@@ -105,7 +105,7 @@ def quality(
     for one in names:
         if one not in LISTS:
             model.resolved(chosen[one], schedule, batch)
-    texts = prompts.read_file()
+    texts = read_eval_prompts(prompts.prompts_file, prompts.limit)
     require_results(out)
     features, device = judging.features(), model.torch_device
     with share_bar() as progress:
