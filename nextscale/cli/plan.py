@@ -17,10 +17,9 @@ from .show import percent, plain_table, show_next
 
 if TYPE_CHECKING:
     from ..loading import ModelSpec
-    from ..methods import CoDe, Method
+    from ..methods import Method
     from ..models import NextScaleModel
     from ..planning.cost import RequestCost, StageCost, Workload
-    from ..stage import Schedule
     from ..tokenizers.base import Tokenizer
 
 MAX_COUNT = 1_000_000  # images or tokens
@@ -78,8 +77,8 @@ def forecast(
     spec: ModelSpec, model: NextScaleModel, tokenizer: Tokenizer, method: Method, workload: Workload, keep_ratio: float, text_encoder: int
 ) -> dict[str, Any]:
     """Returns what the command prints, as plain values. `text_encoder`: bytes of its weights."""
-    from ..methods.code import CoDe, pair_cost, pair_memory
-    from ..methods.method import DENSE
+    from ..methods.method import DENSE, Plans
+    from ..methods.strategy import Strategy
     from ..planning.cost import request_cost
     from ..planning.memory import request_memory, reserved_bytes, reserved_cache
     from ..request import check_cache
@@ -88,17 +87,13 @@ def forecast(
     check_cache(model, method)
     plans = method.forecast(model, schedule, workload.guided, keep_ratio)
     reserved = method.forecast(model, schedule, workload.guided)
-    parts = [(model, plans, reserved)]  # models that run one after the other
+    parts: list[tuple[NextScaleModel, Plans, Plans]] = [(model, plans, reserved)]  # models that run one after the other
     dense, planned = request_cost(model, workload), request_cost(model, workload, plans)
     peak, dense_peak = request_memory(model, tokenizer, workload, reserved), request_memory(model, tokenizer, workload)
-    if isinstance(method, CoDe):
-        text_encoder, draft = 0, method.drafted(schedule)
-        partner, refiner = refiner_of(spec, model, tokenizer, method, schedule)
-        name = f"{name} + {partner}"
-        peak = pair_memory(model, refiner, tokenizer, workload, draft)
-        if draft < len(schedule):
-            planned = pair_cost(model, refiner, workload, draft)
-            parts.append((refiner, (DENSE,) * len(schedule), (DENSE,) * len(schedule)))
+    if isinstance(method, Strategy) and method.second_model:
+        name, planned, peak, others = method.planned(spec, model, tokenizer, workload)
+        plain = (DENSE,) * len(schedule)
+        text_encoder, parts = 0, [*parts, *((other, plain, plain) for other in others)]
     pairs = list(zip(planned.stages, dense.stages, strict=True))
     early = [(stage.keys, same.keys) for stage, same in pairs if not stage.stage.last]
     room = [reserved_bytes(one, schedule, room, workload.images, rows, workload.text_tokens) for one, _, room in parts]
@@ -127,22 +122,6 @@ def forecast(
             "offloaded_peak": max(peak.peak, peak.weights + text_encoder),  # if it is there only while it encodes
         },
     }
-
-
-def refiner_of(
-    spec: ModelSpec, model: NextScaleModel, tokenizer: Tokenizer, method: CoDe, schedule: Schedule
-) -> tuple[str, NextScaleModel]:
-    """Returns CoDe's smaller model. Raises SettingError if none fits."""
-    from ..loading.load import without_weights
-    from ..loading.presets import model_spec, require_shared_tokenizer, smaller_models
-    from ..methods.code import Partner, partner_name, require_pair
-
-    partner = partner_name(spec.name, method.refiner, smaller_models(spec))
-    require_shared_tokenizer(spec, model_spec(partner))
-    refiner, its_tokenizer = without_weights(model_spec(partner), model.dtype, model.quantize)
-    require_pair(Partner(spec.name, model, tokenizer), Partner(partner, refiner, its_tokenizer))
-    refiner.check_schedule(schedule)
-    return partner, refiner
 
 
 def stage_facts(planned: StageCost, dense: StageCost) -> dict[str, Any]:
