@@ -161,7 +161,7 @@ def build_request(
     guided = ResolvedGuidance(resolve_guidance(guidance, pipe.settings.guidance), schedule, len(model.blocks))
     numbers = resolve_seed(seed, len(prompts), model.device)
     check_cache(model, method)
-    plans = pipe.planning.forecast(method, schedule, guided.needs_both, 1.0)
+    plans = pipe.planning.forecast(method, schedule, guided.needs_both)
     check_plans(plans, len(model.blocks), guided)  # before memory is reserved for them
     guided = guided.with_decay([plan.guidance_decay for plan in plans])
     return Request(

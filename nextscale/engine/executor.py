@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from threading import Lock
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
 
+import torch
 from torch import Tensor
 
 from ..device import Timer
@@ -14,6 +16,7 @@ from ..generate import StageOutput, begin, count_tokens, run_stage
 from ..methods.method import TokenCounts
 from ..models.base import NextScaleModel, PromptInputs
 from ..request import Request
+from ..stage import Schedule
 from ..tokenizers.base import Tokenizer
 
 Engine = Literal["graphs", "eager"]
@@ -42,6 +45,30 @@ class Executor(Protocol):
     def run(self, request: Request, timer: Timer, watch: Callable[[StageOutput], None], decode: bool) -> Generated:
         """Runs all stages; `watch` sees each one when it has been launched."""
         ...
+
+
+MAX_TABLES = 8  # 5 MB each for images of 1024 x 1024 pixels
+
+
+class ScheduleTables:
+    """What a model makes of a schedule, kept for the last few of them."""
+
+    def __init__(self, model: NextScaleModel) -> None:
+        self._model = model
+        self._tables: dict[tuple[Schedule, torch.device], Any] = {}  # the last one used is the last to go
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def of(self, schedule: Schedule) -> Any:
+        key = schedule, self._model.device
+        with self._lock:
+            tables = self._tables.pop(key) if key in self._tables else self._model.schedule_tables(schedule)
+            if len(self._tables) == MAX_TABLES:
+                del self._tables[next(iter(self._tables))]
+            self._tables[key] = tables
+        return tables
 
 
 class EagerExecutor:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..sampling import LEAST_TEMPERATURE
+from ..sampling import MIN_TEMPERATURE
 
 MAX_IMAGES = 10
 MAX_PARTIALS = 32  # clients send 0 to 3; more show every stage
@@ -64,7 +64,7 @@ class ImageRequest(BaseModel):
     stop_after_stage: Annotated[int, Field(ge=0, le=MAX_LIST)] | None = Field(
         None, description="Decode the image after this stage, counted from 0."
     )
-    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=100, allow_inf_nan=False)] | None = None
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=100, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     greedy: bool | None = None
