@@ -40,6 +40,7 @@ def calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     [
         (("skipvar", 1), "calibrate-skipvar"),
         (("scalekv", 1, "--set", "share=two"), "--set share must be above 0"),
+        (("scalekv", 1, "--set", "share=0.1+0.2"), "--set share must be above 0"),
         (("stagevar", 1, "--set", "alphas=1.5"), "--set alphas must be above 0"),
         (("stagevar", 1, "--set", "share=0.5"), "--set must name alphas or sizes"),
         (("stagevar", 1, "--out", "table.txt"), "--out must end in .json"),
