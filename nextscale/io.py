@@ -116,17 +116,6 @@ def from_levels(levels: Tensor) -> Tensor:
     return levels.float() / 127.5 - 1
 
 
-def from_pil(image: Image.Image, size: tuple[int, int]) -> Tensor:
-    """Returns an image as [1, 3, height, width] in [-1, 1], resized to cover `size`, then cropped around the center."""
-    height, width = size
-    factor = max(height / image.height, width / image.width)
-    covering = (max(width, round(image.width * factor)), max(height, round(image.height * factor)))
-    resized = image.convert("RGB").resize(covering, Image.Resampling.LANCZOS)
-    left, top = (covering[0] - width) // 2, (covering[1] - height) // 2
-    pixels = np.array(resized.crop((left, top, left + width, top + height)))
-    return from_levels(torch.from_numpy(pixels).permute(2, 0, 1)[None])
-
-
 def grid(images: list[Image.Image]) -> Image.Image:
     """Returns all images on one sheet, about as many across as down."""
     columns = math.ceil(math.sqrt(len(images)))

@@ -49,10 +49,10 @@ def is_hashable(value: object) -> bool:
 # --- settings
 
 
-def require(condition: object, name: str, expected: str, value: object) -> None:
-    """Raises SettingError unless the condition holds."""
+def require(condition: object, name: str, expected: str, value: object, error: type[Exception] = SettingError) -> None:
+    """Raises the error unless the condition holds."""
     if not condition:
-        raise SettingError(f"{name} must be {expected}; got {value!r}.")
+        raise error(f"{name} must be {expected}; got {value!r:.200}.")
 
 
 def require_flags(settings: object, *names: str) -> None:

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..serialization import read_json
-from .layout import Layout, Shape, listed, matches_any, published_key
+from ..serialization import listed, read_json
+from .layout import Layout, Shape, matches_any, published_key
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".ckpt"})
 INDEX_SUFFIX = ".index.json"

@@ -12,7 +12,7 @@ import typer
 from ..errors import SettingError
 from .files import require_writable
 from .options import Force, ImageOptions, ModelOptions, PromptOptions, option, out_option
-from .parse import choose_schedule, parse_prompt
+from .parse import choose_schedule, parse_numbers, parse_prompt
 from .show import share_bar, show_next
 
 DEFAULTS = {"alphas": "0.9+0.95+0.96+0.97+0.98+0.99+0.999", "sizes": ""}
@@ -65,10 +65,7 @@ def read_settings(words: Sequence[str]) -> dict[str, str]:
 
 def fractions(text: str) -> list[float]:
     """Returns numbers above 0 and at most 1, joined by +."""
-    try:
-        values = [float(one) for one in text.split("+")]
-    except ValueError:
-        values = [0.0]
-    if not all(0 < value <= 1 for value in values):
+    values = parse_numbers(text.replace("+", ","))
+    if not values or not all(0 < value <= 1 for value in values):
         raise SettingError(f"--set alphas must be above 0 and at most 1; got {text!r}.")
     return values

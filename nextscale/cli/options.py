@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from ..loading import ModelSpec
     from ..methods import Method
-    from ..offline.prompts import EvalPrompt
     from ..pipeline import Pipeline
     from ..stage import Schedule
 
@@ -126,11 +125,11 @@ class PromptFile:
     prompts_file: PromptsFile = None
     limit: Limit = None
 
-    def read_file(self) -> list[EvalPrompt]:
-        from ..offline.prompts import read_eval_prompts
+    def read_file(self) -> list[str]:
+        from ..offline.prompts import read_prompts
 
         if self.prompts_file is not None:
-            return read_eval_prompts(self.prompts_file, self.limit)
+            return read_prompts(self.prompts_file, self.limit)
         if self.limit is not None:
             raise SettingError("--limit needs a prompt file. Add --prompts FILE.")
         return []
@@ -152,7 +151,7 @@ class PromptOptions(PromptFile):
     def read(self) -> list[str]:
         words = self.prompts or []
         parse.require_no_model_names(words)
-        prompts = [*words, *(prompt.text for prompt in self.read_file())]
+        prompts = [*words, *self.read_file()]
         if not prompts:
             raise PromptError('no prompt given. Write one, such as "a red apple", or pass --prompts FILE.')
         return prompts
