@@ -1,7 +1,5 @@
 """Pipelines from a model's name and its published files, from random weights, and models without weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
