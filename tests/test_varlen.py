@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from nextscale import FastVAR, Method, ScaleKV, SparseVAR, StagePlan, StageVAR, ToMe
+from nextscale import FastVAR, Method, ScaleKV, SparseVAR, StagePlan, StageVAR
 from nextscale.cache.attention import attend, attend_rows
 from nextscale.engine.variants import BUCKETS, buckets
 from nextscale.generate import StageOutput
 from nextscale.methods import Combined
-from nextscale.methods.sparsevar import SparseRun
 from nextscale.pipeline import Output, Preview
 from nextscale.planning.cost import evenly
 from nextscale.stage import Stage, Tokens
 from nextscale.varlen import VarlenLayout
-from nextscale_research.methods import LiteVAR, ZipVL
+from nextscale_research.methods import LiteVAR, ToMe, ZipVL
 from tests.engine.test_engine import with_graphs
 from tests.helpers import tiny
 from tests.helpers.tape import Dispatched, play_graphs_on_the_cpu
@@ -125,15 +124,11 @@ def test_a_plan_says_how_many_tokens_are_packed() -> None:
 
 
 def test_buckets_are_those_of_all_images_or_of_one() -> None:
-    packed, padded = buckets(64, 64, 3, packed=True), buckets(64, 64, 3, packed=False)
+    packed, padded = buckets(64, 3, packed=True), buckets(64, 3, packed=False)
     assert (max(packed), max(padded)) == (192, 64)
     assert {(counts.fewest, counts.most) for counts in packed.values()} == {(0, 64)}
     assert all(counts.total == size for size, counts in packed.items())
     assert all((counts.most, counts.total) == (size, 3 * size) for size, counts in padded.items())
-    fewer, narrow = buckets(64, 40, 3, packed=True), buckets(64, 40, 3, packed=False)  # memory for 40 tokens of an image
-    assert (next(iter(fewer)), next(iter(narrow))) == (120, 40)
-    assert {counts.most for counts in fewer.values()} == {40}
-    assert set(narrow) - {40} == {size for size in padded if size < 40}
 
 
 def test_unknown_counts_are_even() -> None:
@@ -169,7 +164,7 @@ def test_images_are_those_of_padded_rows(family: str, dropped: Any, monkeypatch:
         method = Combined((method, keeping(dropped, len(tiny.schedule_of(family)) - 1)))
     ours, seen = generated(family, method, compute_mask=True)
     assert packed_stages(seen)
-    monkeypatch.setattr(SparseRun, "packs", lambda self, planned: False)
+    monkeypatch.setattr("nextscale.generate.packs", lambda request, planned: False)
     theirs, padded = generated(family, method, compute_mask=True)
     assert not packed_stages(padded)
     for one, other in zip(seen, padded, strict=True):
@@ -191,7 +186,7 @@ def test_texts_of_any_length_and_guided_hidden_states(family: str, monkeypatch: 
     for settings in ({"negative": negative}, {"guidance": guidance}):
         with monkeypatch.context() as patch:
             ours, seen = generated(family, RAGGED[family], **settings)
-            patch.setattr(SparseRun, "packs", lambda self, planned: False)
+            patch.setattr("nextscale.generate.packs", lambda request, planned: False)
             theirs, _ = generated(family, RAGGED[family], **settings)
         assert packed_stages(seen)
         torch.testing.assert_close(ours.latent, theirs.latent, rtol=0, atol=1e-5)
@@ -225,7 +220,7 @@ def test_stages_with_spans_keep_padded_rows(name: str, monkeypatch: pytest.Monke
     assert ragged == list(range(first, len(seen)))
     assert packed_stages(seen) == [stage for stage in ragged if not plans[stage].spans]
     assert plans[-1].spans and isinstance(seen[-1].num_tokens, int)
-    monkeypatch.setattr(SparseRun, "packs", lambda self, planned: False)
+    monkeypatch.setattr("nextscale.generate.packs", lambda request, planned: False)
     theirs, _ = generated("infinity", method)
     torch.testing.assert_close(ours.latent, theirs.latent, rtol=0, atol=1e-4)
 

@@ -90,6 +90,16 @@ def require_writable(files: Sequence[Path], force: bool) -> None:
         raise SettingError(f"{named(taken)} exists already. Choose another name, or pass --force.")
 
 
+def require_results(out: Path | None) -> None:
+    """Raises SettingError unless rows can be added to the file: it must be new, or a file of results."""
+    from ..eval.results import read_rows
+
+    if out is not None:
+        require_writable([out], force=True)
+        if out.exists() and any("benchmark" not in row for row in read_rows(out)):
+            raise SettingError(f"--out must be a new file or a file of results; got {out}. Choose another name.")
+
+
 def named(files: Sequence[Path]) -> str:
     shown = ", ".join(map(str, files[:FILES_NAMED]))
     return f"{shown} and {len(files) - FILES_NAMED} more" if len(files) > FILES_NAMED else shown

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from ..loading import ModelSpec
     from ..methods import Method
-    from ..offline.prompts import EvalPrompt
     from ..pipeline import Pipeline
     from ..stage import Schedule
 
@@ -123,11 +122,11 @@ class PromptFile:
     prompts_file: PromptsFile = None
     limit: Limit = None
 
-    def read_file(self) -> list[EvalPrompt]:
-        from ..offline.prompts import read_eval_prompts
+    def read_file(self) -> list[str]:
+        from ..offline.prompts import read_prompts
 
         if self.prompts_file is not None:
-            return read_eval_prompts(self.prompts_file, self.limit)
+            return read_prompts(self.prompts_file, self.limit)
         if self.limit is not None:
             raise SettingError("--limit needs a prompt file. Add --prompts FILE.")
         return []
@@ -155,7 +154,7 @@ class PromptOptions(PromptFile):
                 raise PromptError(
                     f"prompt {word!r} is the name of a model. Choose the model with -m {word}, or use the word in a sentence."
                 )
-        prompts = [*words, *(prompt.text for prompt in self.read_file())]
+        prompts = [*words, *self.read_file()]
         if not prompts:
             raise PromptError('no prompt given. Write one, such as "a red apple", or pass --prompts FILE.')
         return prompts

@@ -16,9 +16,11 @@ from .options import DEFAULT_MODEL, DtypeName, Json, KvDtype, Methods, ModelName
 from .show import percent, plain_table, show_next
 
 if TYPE_CHECKING:
+    from ..loading import ModelSpec
     from ..methods import Method
-    from ..methods.code import Partner
+    from ..models import NextScaleModel
     from ..planning.cost import RequestCost, StageCost, Workload
+    from ..tokenizers.base import Tokenizer
 
 MAX_COUNT = 1_000_000  # images or tokens
 NOT_COUNTED = (
@@ -53,18 +55,17 @@ def plan(
     from ..loading.artifacts import encoder_bytes
     from ..loading.load import without_weights
     from ..loading.presets import model_spec
-    from ..methods.code import Partner
     from ..planning.cost import Workload
 
     spec, chosen = model_spec(model), parse.parse_methods(method)
     schedule, settings = size.schedule(spec), spec.settings
-    built = without_weights(spec, parse.torch_dtype(dtype), quantize, kv_dtype)
-    built[0].check_schedule(schedule)
-    scale = resolve_guidance(parse.parse_guidance(guidance, settings.guidance), settings.guidance)
-    guided = ResolvedGuidance(scale, schedule, len(built[0].blocks)).needs_both
-    workload = Workload(schedule, batch, guided, text_tokens if built[0].stack[0].has_text else 0, settings.sampling.refine)
+    built, tokenizer = without_weights(spec, parse.torch_dtype(dtype), quantize, kv_dtype)
+    built.check_schedule(schedule)
+    scale = parse.parse_guidance(guidance, settings.guidance)
+    guided = ResolvedGuidance(resolve_guidance(scale, settings.guidance), schedule, len(built.blocks)).needs_both
+    workload = Workload(schedule, batch, guided, text_tokens if built.stack[0].has_text else 0, settings.sampling.refine)
     resolved = parse.resolved_method(chosen, spec, schedule, batch, choose_device(None))
-    facts = forecast(Partner(spec.name, *built), resolved, workload, keep_ratio, encoder_bytes(spec))
+    facts = forecast(spec, built, tokenizer, resolved, workload, keep_ratio, encoder_bytes(spec))
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
@@ -72,30 +73,27 @@ def plan(
     show_next(f"nextscale compare -m {model}{''.join(f' --method {one!r}' for one in method or ())}  # measured time and images")
 
 
-def forecast(planned_for: Partner, method: Method, workload: Workload, keep_ratio: float, text_encoder: int) -> dict[str, Any]:
+def forecast(
+    spec: ModelSpec, model: NextScaleModel, tokenizer: Tokenizer, method: Method, workload: Workload, keep_ratio: float, text_encoder: int
+) -> dict[str, Any]:
     """Returns what the command prints, as plain values. `text_encoder`: bytes of its weights."""
-    from ..methods.code import CoDe, pair_cost, pair_memory
-    from ..methods.method import DENSE
+    from ..methods.method import DENSE, Plans
+    from ..methods.strategy import Strategy
     from ..planning.cost import request_cost
     from ..planning.memory import request_memory, reserved_bytes, reserved_cache
     from ..request import check_cache
 
-    name, model, tokenizer = planned_for
-    schedule, rows = workload.schedule, workload.images * (2 if workload.guided else 1)
+    schedule, rows, name = workload.schedule, workload.images * (2 if workload.guided else 1), spec.name
     check_cache(model, method)
     plans = method.forecast(model, schedule, workload.guided, keep_ratio)
     reserved = method.forecast(model, schedule, workload.guided)
-    parts = [(model, plans, reserved)]  # models that run one after the other
+    parts: list[tuple[NextScaleModel, Plans, Plans]] = [(model, plans, reserved)]  # models that run one after the other
     dense, planned = request_cost(model, workload), request_cost(model, workload, plans)
     peak, dense_peak = request_memory(model, tokenizer, workload, reserved), request_memory(model, tokenizer, workload)
-    if isinstance(method, CoDe):
-        refiner, draft = refiner_of(planned_for, method.refiner), method.drafted(schedule)
-        refiner.model.check_schedule(schedule)
-        text_encoder, name = 0, f"{name} + {refiner.name}"
-        peak = pair_memory(model, refiner.model, tokenizer, workload, draft)
-        if draft < len(schedule):
-            planned = pair_cost(model, refiner.model, workload, draft)
-            parts.append((refiner.model, (DENSE,) * len(schedule), (DENSE,) * len(schedule)))
+    if isinstance(method, Strategy) and method.second_model:
+        name, planned, peak, others = method.planned(spec, model, tokenizer, workload)
+        plain = (DENSE,) * len(schedule)
+        text_encoder, parts = 0, [*parts, *((other, plain, plain) for other in others)]
     stages = [stage_facts(stage, same) for stage, same in zip(planned.stages, dense.stages, strict=True)]
     own, whole = (sum(stage.keys for stage in cost.stages if not stage.stage.last) for cost in (planned, dense))
     room = [reserved_bytes(one, schedule, room, workload.images, rows, workload.text_tokens) for one, _, room in parts]
@@ -124,20 +122,6 @@ def forecast(planned_for: Partner, method: Method, workload: Workload, keep_rati
             "offloaded_peak": max(peak.peak, peak.weights + text_encoder),  # if it is there only while it encodes
         },
     }
-
-
-def refiner_of(drafter: Partner, chosen: str | None) -> Partner:
-    """Returns CoDe's smaller model. Raises SettingError if none fits."""
-    from ..loading.load import without_weights
-    from ..loading.presets import model_spec, require_shared_tokenizer, smaller_models
-    from ..methods.code import Partner, partner_name, require_pair
-
-    large = model_spec(drafter.name)
-    small = model_spec(partner_name(drafter.name, chosen, smaller_models(large)))
-    require_shared_tokenizer(large, small)
-    refiner = Partner(small.name, *without_weights(small, drafter.model.dtype, drafter.model.quantize))
-    require_pair(drafter, refiner)
-    return refiner
 
 
 def stage_facts(planned: StageCost, dense: StageCost) -> dict[str, Any]:

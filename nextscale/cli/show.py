@@ -27,10 +27,7 @@ GOOD_FOR = {
     "sparsevar": "computes only the changing cells of late stages: by a threshold (tau=0.6) or a share (keep=0.5)",
     "fastvar": "computes only the salient tokens of late stages, at a fixed cost",
     "stagevar": "runs late stages at low rank without guidance: the largest speedup on Infinity",
-    "tome": "merges similar tokens: a baseline from diffusion models",
     "scalekv": "keeps a part of the KV cache: less memory for large images and batches",
-    "skipvar": "decides for each image how many late stages it needs",
-    "code": "a small model generates the last stages: for model pairs such as var-d30 and var-d16",
     "auto": "chooses from measured profiles: auto:speedup=2, auto:lpips=0.1 or auto:ms=50",
 }
 FONT_SIZE, MARGIN = 18, 6  # pixels

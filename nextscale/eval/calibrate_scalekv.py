@@ -36,11 +36,7 @@ class AttentionLost(Method):
     seen: list[tuple[int, float]] = field(default_factory=list, compare=False)  # layer and share, stage by stage
 
     exclusive = frozenset({"cache"})
-
-    @property
-    def capturable(self) -> bool:
-        """A captured graph would measure nothing."""
-        return False
+    capturable = False  # a captured graph would measure nothing
 
     def start(self, setup: RunSetup) -> MethodRun:
         return AttentionLostRun(self)

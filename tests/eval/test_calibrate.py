@@ -14,7 +14,6 @@ from typer.testing import Result
 from nextscale.cli.options import ModelOptions
 from nextscale.loading import presets
 from nextscale.methods.stagevar_ranks import read_rank_table
-from nextscale.stage import Schedule
 from tests.helpers import tiny
 from tests.helpers.cli import run_cli
 
@@ -36,22 +35,12 @@ def calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return run
 
 
-def test_decision_models(calibrate: Callable[..., Result], tmp_path: Path) -> None:
-    done = calibrate("skipvar", 1, 2, 3, "--set", "similarity=0.9", "--out", "models.json")
-    assert done.exit_code == 0, done.output
-    assert "--method skipvar:models=models.json" in done.output
-    content = json.loads((tmp_path / "models.json").read_text())
-    assert (content["model"], content["images"], content["similarity"]) == ("tiny", 3, 0.9)
-    sides = Schedule([int(side) for side in WIDE.split(",")])
-    assert tiny.shared_pipeline("flexvar")([1], seed=1, size=sides, method="skipvar:models=models.json").pixels.isfinite().all()
-    assert "--force" in calibrate("skipvar", 1, "--out", "models.json").output
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("skipvar", 1, "--set", "similarity=0"), "--set similarity must be above 0"),
+        (("skipvar", 1), "calibrate-skipvar"),
         (("scalekv", 1, "--set", "share=two"), "--set share must be above 0"),
+        (("scalekv", 1, "--set", "share=0.1+0.2"), "--set share must be above 0"),
         (("stagevar", 1, "--set", "alphas=1.5"), "--set alphas must be above 0"),
         (("stagevar", 1, "--set", "share=0.5"), "--set must name alphas or sizes"),
         (("stagevar", 1, "--out", "table.txt"), "--out must end in .json"),

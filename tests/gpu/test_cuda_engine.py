@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe, kernels
+from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, kernels
 from nextscale.cache import real_entries
 from nextscale.cache.attention import attend, reads_lengths
 from nextscale.engine import allocator
@@ -19,8 +19,9 @@ from nextscale.loading.load import random_pipeline
 from nextscale.methods.combine import Combined
 from nextscale.models import feed_forward as feed_forward_module
 from nextscale.models.feed_forward import FeedForward, linear_gelu
+from nextscale_research.methods import ToMe
 from tests.helpers.tiny import FAMILIES, SPECS, TEXT_FAMILIES, prompts, text_features
-from tests.helpers.toy_methods import PlantedCounts, PlantedRun
+from tests.helpers.toy_methods import PlantedCounts
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -189,7 +190,7 @@ def test_packed_rows_in_half_precision(family: str, monkeypatch: pytest.MonkeyPa
     assert first.report.engine == "graphs"
     assert torch.equal(first.pixels, second.pixels)
     packed = reduced()
-    monkeypatch.setattr(PlantedRun, "packs", lambda self, planned: False)
+    monkeypatch.setattr("nextscale.generate.packs", lambda request, planned: False)
     padded = reduced()
     assert packed.plan.packed is not None and padded.plan.packed is None
     assert packed.logits is not None and padded.logits is not None

@@ -20,8 +20,8 @@ from nextscale_research.quality.format_errors import Seen, generate_seen, stage_
 from tests.gpu.test_cuda_graphs import eager
 from tests.helpers.tiny import FAMILIES, KINDS, SPECS, assert_same_bits, one_prompt, prompts
 from tests.helpers.toy_methods import HeldRepresentatives
-from tests.methods.test_peers import picked
 from tests.models.test_quantize import WITHOUT_STRENGTH
+from tests.research.test_peers import picked
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_FROM

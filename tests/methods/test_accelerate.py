@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
+from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR
 from nextscale.errors import SettingError
 from nextscale.guidance import ConstantGuidance, StageGuidance
 from nextscale.methods import METHODS, Combined, method_names, resolve_method
@@ -22,6 +22,7 @@ from nextscale.methods.registry import ENTRY_POINTS, method_class, parse_method,
 from nextscale.models import NextScaleModel
 from nextscale.pipeline import Output, Pipeline
 from nextscale.stage import Schedule, Stage, Tokens
+from nextscale_research.methods import ToMe
 from tests.helpers import tiny
 from tests.helpers.tiny import infinity_schedule
 from tests.helpers.toy_methods import counted
