@@ -38,8 +38,6 @@ RENAMED = {  # commands and options of earlier versions
     "--positive-prompt": "--sampling positive_prompt",
     "--against": "--real FOLDER",
     "--alpha": "--set alphas=0.9+0.95",
-    "--share": "--set share=0.1",
-    "--similarity": "--set similarity=0.84",
     "--metrics": "the variable NEXTSCALE_METRICS",
     "--probe": "python -m nextscale_research quality --probe FILE",
     "--unguided": "--guidance constant:1",
