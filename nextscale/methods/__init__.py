@@ -6,7 +6,6 @@ from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
 from .method import DENSE, Method, MethodRun, Plans, RunSetup, Span, StagePlan, TokenCounts
 from .registry import METHODS, MethodLike, method_names, resolve_method
-from .scalekv import ScaleKV
 from .selection import SelectionContext
 from .skip import SkipStages
 from .sparsevar import SparseVAR
@@ -24,7 +23,6 @@ __all__ = [
     "MethodRun",
     "Plans",
     "RunSetup",
-    "ScaleKV",
     "SelectionContext",
     "SkipStages",
     "Span",

@@ -16,7 +16,6 @@ from .combine import Combined
 from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
 from .method import Method
-from .scalekv import ScaleKV
 from .skip import SkipStages
 from .sparsevar import SparseVAR
 from .stagevar import StageVAR
@@ -30,10 +29,9 @@ METHODS: dict[str, type[Method]] = {
     "sparsevar": SparseVAR,
     "fastvar": FastVAR,
     "stagevar": StageVAR,
-    "scalekv": ScaleKV,
     "auto": Auto,
 }
-RESEARCH = ("code", "litevar", "pitome", "skipvar", "sparsevit", "sparvar", "stagevar_variants", "tome", "zipvl")  # plug-ins of research/
+RESEARCH = ("code", "litevar", "pitome", "scalekv", "skipvar", "sparsevit", "sparvar", "stagevar_variants", "tome", "zipvl")
 ENTRY_POINTS = "nextscale.methods"  # the group in which other packages register their methods by name
 
 

@@ -93,7 +93,7 @@ def test_a_stage_is_skipped_by_itself(pipeline: Pipeline) -> None:
         ("fastvr", "did you mean fastvar"),
         (
             "nothing",
-            "Known methods: dense, skip, dropguidance, sparsevar, fastvar, stagevar, tome, scalekv, skipvar, code, auto, litevar",
+            "Known methods: dense, skip, dropguidance, sparsevar, fastvar, stagevar, auto, code, litevar",
         ),
         ("skip:first=2", "settings of skip.*last.*got 'first=2'"),
         ("skip:2", "settings of skip.*got '2'"),
