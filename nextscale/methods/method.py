@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -163,30 +163,14 @@ class StagePlan:
 
     def merge(self, other: StagePlan) -> StagePlan:
         """Returns both plans in one; a conflict raises ValueError."""
-        if None not in (self.num_tokens, other.num_tokens) and self.num_tokens != other.num_tokens:
-            raise ValueError(f"two methods reduce the whole stage, to {self.num_tokens} and to {other.num_tokens} tokens")
-        dropped = {self.cfg_branches, other.cfg_branches} - {"both"}
-        if len(dropped) > 1:
-            raise ValueError("one method keeps only the conditional rows, the other only the unconditional ones: set kept_rows of one")
-        shares = {self.guidance_decay, other.guidance_decay} - {1.0}
-        if len(shares) > 1:
-            raise ValueError(f"two methods fade guidance, to {self.guidance_decay:.3g} and to {other.guidance_decay:.3g} of its strength")
-        if None not in (self.kept_keys, other.kept_keys):
-            raise ValueError("two methods compress the cache")
-        if None not in (self.attended, other.attended):
-            raise ValueError("two methods have an attention of their own")
-        return StagePlan(
-            skip=self.skip or other.skip,
-            cfg_branches=next(iter(dropped), "both"),
-            guidance_decay=next(iter(shares), 1.0),
-            propagates=self.propagates if other.propagates is None else other.propagates,
-            num_tokens=self.num_tokens if other.num_tokens is None else other.num_tokens,
-            packed=self.packed if other.packed is None else other.packed,
-            spans=self.spans + other.spans,
-            observed=tuple(sorted({*self.observed, *other.observed})),
-            kept_keys=self.kept_keys if other.kept_keys is None else other.kept_keys,
-            attended=self.attended if other.attended is None else other.attended,
-        )
+        chosen: dict[str, Any] = {}
+        for name in (one.name for one in fields(self) if one.name not in ("skip", "spans", "observed")):
+            values = {getattr(plan, name) for plan in (self, other)} - {getattr(DENSE, name)}
+            if len(values) > 1:
+                raise ValueError(f"two methods set {name}, to {getattr(self, name)} and to {getattr(other, name)}")
+            chosen[name] = next(iter(values), getattr(DENSE, name))
+        observed = tuple(sorted({*self.observed, *other.observed}))
+        return StagePlan(skip=self.skip or other.skip, spans=self.spans + other.spans, observed=observed, **chosen)
 
 
 DENSE = StagePlan()
@@ -196,7 +180,7 @@ class Method:
     """Settings of a method. The base class is dense generation; subclasses are frozen dataclasses.
 
     `exclusive` names what only one method of a request may change: "tokens" (runs override `select_tokens`), "cache" (runs override
-    `layer_cache`), "images" (images of a batch run different stages), or "alone" (combines with no other method).
+    `layer_cache`), or "alone" (combines with no other method).
     """
 
     exclusive: frozenset[str] = frozenset()

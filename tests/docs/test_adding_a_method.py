@@ -96,7 +96,7 @@ def test_stages_that_do_not_exist_are_refused_before_anything_runs(last: int) ->
 
 
 def test_two_methods_that_reduce_stages_are_refused() -> None:
-    with pytest.raises(SettingError, match="each of KeepDetail and SparseVAR reduces whole stages"):
+    with pytest.raises(SettingError, match="each of KeepDetail and SparseVAR changes tokens"):
         tiny.fresh_pipeline("var").accelerate([example()[1](), "sparsevar"])
 
 
