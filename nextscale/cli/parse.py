@@ -83,7 +83,7 @@ def resolved_method(
     from ..device import choose_device
     from ..loading import artifacts
     from ..loading.load import without_weights
-    from ..methods.selection import SelectionContext
+    from ..methods.method import SelectionContext
 
     model, tokenizer = without_weights(spec, torch.float32)
     place = weights or artifacts.local_weights(spec)

@@ -5,10 +5,9 @@ from .code import CoDe
 from .combine import Combined
 from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
-from .method import DENSE, Method, MethodRun, Plans, RunSetup, Span, StagePlan, TokenCounts
+from .method import DENSE, Method, MethodRun, Plans, RunSetup, SelectionContext, Span, StagePlan, TokenCounts
 from .registry import METHODS, MethodLike, method_names, resolve_method
 from .scalekv import ScaleKV
-from .selection import SelectionContext
 from .skip import SkipStages
 from .skipvar import SkipVAR
 from .sparsevar import SparseVAR

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ..cache import CacheSpec, LayerCache, Workspace, plain_cache
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from ..models.base import NextScaleModel
     from ..models.blocks import Block
     from ..sampling import Rng
-    from .selection import SelectionContext
 
 Plans = tuple["StagePlan", ...]
 """One plan per stage."""
@@ -174,6 +175,30 @@ class StagePlan:
 
 
 DENSE = StagePlan()
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionContext:
+    """What is known of a request before its method is: for methods that choose among others."""
+
+    name: str  # of the model
+    model: NextScaleModel
+    device: torch.device  # where it will run
+    pixels_per_token: int
+    profiles: Sequence[Any]  # `Profile`s of this model; of two that are as good the later one counts
+    schedule: Schedule | None = None  # None: whatever a later call asks for
+    batch: int = 1
+    weights: Path | None = None  # where those of the model lie, if a command was told
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """The grids of all stages."""
+        return () if self.schedule is None else self.schedule.sizes
+
+    @property
+    def size(self) -> str:
+        """WIDTHxHEIGHT of the image; empty if unknown."""
+        return "x".join(str(side * self.pixels_per_token) for side in reversed(self.sizes[-1])) if self.sizes else ""
 
 
 class Method:
