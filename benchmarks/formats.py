@@ -28,12 +28,12 @@ from nextscale.eval.results import Row
 from nextscale.loading.load import random_pipeline
 from nextscale.metrics import Lpips
 from nextscale.models.quantization import FORMATS
-from nextscale.offline.prompts import read_eval_prompts
 from nextscale_research.metrics.efficientnet import EfficientNetLite0
 from nextscale_research.quality.agreement import Agreement
 from nextscale_research.quality.format_errors import Seen, generate_seen, plant_outliers, stage_errors
 from nextscale_research.quality.formats import Variant, compare_formats, products_of
 from nextscale_research.quality.judge import SetJudge
+from nextscale_research.quality.prompts import read_eval_prompts
 
 from .formats_table import ERRORS
 from .results import measure, options, record

@@ -10,18 +10,14 @@ if TYPE_CHECKING:
     from .loading.load import load
     from .methods import (
         Auto,
-        CoDe,
         DropGuidance,
         FastVAR,
         Method,
         MethodRun,
-        ScaleKV,
         SkipStages,
-        SkipVAR,
         SparseVAR,
         StagePlan,
         StageVAR,
-        ToMe,
     )
     from .pipeline import Output, Pipeline, Preview
     from .profiles import Profile
@@ -45,7 +41,6 @@ MODULES = {  # of the public names; each is imported when a name of it is first 
 __all__ = [
     "MODELS",
     "Auto",
-    "CoDe",
     "ConstantGuidance",
     "DropGuidance",
     "FastVAR",
@@ -61,10 +56,8 @@ __all__ = [
     "RampGuidance",
     "Report",
     "Sampling",
-    "ScaleKV",
     "Schedule",
     "SkipStages",
-    "SkipVAR",
     "SparseVAR",
     "Stage",
     "StageGuidance",
@@ -72,7 +65,6 @@ __all__ = [
     "StageVAR",
     "T5Encoder",
     "TextFeatures",
-    "ToMe",
     "Tokens",
     "load",
 ]

@@ -1,7 +1,5 @@
 """Files that are written whole or not at all, the folder of weights, and images between tensors and PIL."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os
@@ -114,17 +112,6 @@ def to_levels(pixels: Tensor) -> Tensor:
 def from_levels(levels: Tensor) -> Tensor:
     """Returns pixels in [-1, 1] of 8-bit levels."""
     return levels.float() / 127.5 - 1
-
-
-def from_pil(image: Image.Image, size: tuple[int, int]) -> Tensor:
-    """Returns an image as [1, 3, height, width] in [-1, 1], resized to cover `size`, then cropped around the center."""
-    height, width = size
-    factor = max(height / image.height, width / image.width)
-    covering = (max(width, round(image.width * factor)), max(height, round(image.height * factor)))
-    resized = image.convert("RGB").resize(covering, Image.Resampling.LANCZOS)
-    left, top = (covering[0] - width) // 2, (covering[1] - height) // 2
-    pixels = np.array(resized.crop((left, top, left + width, top + height)))
-    return from_levels(torch.from_numpy(pixels).permute(2, 0, 1)[None])
 
 
 def grid(images: list[Image.Image]) -> Image.Image:

@@ -25,10 +25,9 @@ from .errors import SettingError
 from .generate import StageOutput
 from .guidance import Guidance, GuidanceLike
 from .methods.auto import Auto
-from .methods.code import Partners
 from .methods.method import Method, SelectionContext
 from .methods.registry import MethodLike, resolve_method
-from .methods.strategy import split_strategy
+from .methods.strategy import Partners, split_strategy
 from .models.base import NextScaleModel
 from .output import Output, Preview, Stages, mask_of
 from .planning.memory import reserved_bytes
@@ -115,7 +114,7 @@ class Pipeline:
         self.name = name
         self.method = Method()
         self.profiles = profiles
-        self.partners = Partners()  # smaller models that this one can draft for
+        self.partners = Partners()
 
     def __call__(
         self,

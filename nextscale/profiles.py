@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal
 
 import torch
 
@@ -21,27 +21,23 @@ from .io import expanded, write_text
 from .methods.method import Method
 from .methods.registry import resolve_method
 from .models.base import NextScaleModel
-from .serialization import from_plain, read_json, shortened
+from .serialization import from_plain, read_json
 from .stage import Schedule
-from .validation import is_finite, is_int
+from .validation import is_finite, is_int, require
 
 log = logging.getLogger(__name__)
 
 FORMAT = "nextscale profile 1"
 SUFFIX = ".profile.json"
-DTYPES = ("float32", "bfloat16", "float16")
-DEVICES = ("cuda", "cpu")
 MAX_SIDE = 2**64  # pixels or cells: areas of larger sides are too large for floats
 MAX_TEXT = 1000
 SIGNS = 64  # values of each parameter whose signs are part of the fingerprint
 SLACK = 1e-6  # a bound that was computed apart from its value may miss it by rounding
 
 
-def require(holder: object, expected: str, holds: Callable[[Any], bool], *names: str) -> None:
-    """Raises ProfileError for fields whose value does not hold."""
+def check_fields(holder: object, expected: str, holds: Callable[[Any], bool], *names: str) -> None:
     for name in names:
-        if not holds(value := getattr(holder, name)):
-            raise ProfileError(f"{name} must be {expected}; got {shortened(value)}")
+        require(holds(value := getattr(holder, name)), name, expected, value, ProfileError)
 
 
 def is_line(value: Any) -> bool:
@@ -57,10 +53,10 @@ class Interval:
     high: float
 
     def __post_init__(self) -> None:
-        require(self, "a finite number", is_finite, "value", "low", "high")
+        check_fields(self, "a finite number", is_finite, "value", "low", "high")
         slack = SLACK * abs(self.value)
-        if not self.low - slack <= self.value <= self.high + slack:
-            raise ProfileError(f"value must be in its interval, {self.low:g} to {self.high:g}; got {self.value:g}")
+        inside = self.low - slack <= self.value <= self.high + slack
+        require(inside, "value", f"in its interval, {self.low:g} to {self.high:g}", self.value, ProfileError)
 
     def __str__(self) -> str:
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
@@ -78,12 +74,12 @@ class Point:
     macs: float  # share of those of dense generation
 
     def __post_init__(self) -> None:
-        require(self, "a line of text", is_line, "method")
-        require(self, "a finite number", is_finite, "psnr")
-        require(self, "a number above 0", lambda value: is_finite(value) and value > 0, "ms")
-        require(self, "a number of at least 0", lambda value: is_finite(value) and value >= 0, "macs")
-        require(self, "above 0", lambda value: value.low > 0, "speedup")
-        require(self, "at least 0", lambda value: value.low >= 0, "lpips")
+        check_fields(self, "a line of text", is_line, "method")
+        check_fields(self, "a finite number", is_finite, "psnr")
+        check_fields(self, "a number above 0", lambda value: is_finite(value) and value > 0, "ms")
+        check_fields(self, "a number of at least 0", lambda value: is_finite(value) and value >= 0, "macs")
+        check_fields(self, "above 0", lambda value: value.low > 0, "speedup")
+        check_fields(self, "at least 0", lambda value: value.low >= 0, "lpips")
         self.as_method()
 
     def as_method(self) -> Method:
@@ -118,9 +114,9 @@ class Profile:
     size: tuple[int, int]  # height, width in pixels
     grids: tuple[tuple[int, int], ...]  # of all stages
     batch: int
-    dtype: str
-    engine: str
-    device: str  # "cuda" or "cpu"
+    dtype: Literal["float32", "bfloat16", "float16"]
+    engine: Engine
+    device: str
     hardware: str
     torch: str
     version: str  # of nextscale
@@ -133,22 +129,21 @@ class Profile:
     skipping: tuple[Point, ...] = ()  # leaving out the last stages, for comparison
 
     def __post_init__(self) -> None:
-        require(self, "a line of text", is_line, "model", "family", "hardware", "torch", "version", "prompts")
-        require(self, "an int of at least 0", is_int, "searched", "seed")
-        require(self, "an int of at least 1", lambda value: is_int(value, 1), "batch", "tested")
-        for name, known in (("dtype", DTYPES), ("engine", get_args(Engine)), ("device", DEVICES)):
-            require(self, f"one of {', '.join(known)}", known.__contains__, name)
-        require(self, "64 hexadecimal digits", lambda value: bool(re.fullmatch("[0-9a-f]{64}", str(value))), "fingerprint")
-        require(
+        check_fields(self, "a line of text", is_line, "model", "family", "hardware", "torch", "version", "prompts")
+        check_fields(self, "an int of at least 0", is_int, "searched", "seed")
+        check_fields(self, "an int of at least 1", lambda value: is_int(value, 1), "batch", "tested")
+        check_fields(self, "one of cuda, cpu", ("cuda", "cpu").__contains__, "device")
+        check_fields(self, "64 hexadecimal digits", lambda value: bool(re.fullmatch("[0-9a-f]{64}", str(value))), "fingerprint")
+        check_fields(
             self, "(height, width) in pixels", lambda size: len(size) == 2 and all(is_int(n, 1) and n <= MAX_SIDE for n in size), "size"
         )
-        require(self, "a number above 0", lambda value: is_finite(value) and value > 0, "dense_ms")
+        check_fields(self, "a number above 0", lambda value: is_finite(value) and value > 0, "dense_ms")
         try:
             Schedule(self.grids)
         except SizeError as error:
             raise ProfileError(f"grids: {error}") from error
-        require(self, f"at most {MAX_SIDE} cells wide", lambda grids: max(map(max, grids)) <= MAX_SIDE, "grids")
-        require(self, "a list of at least one point", bool, "points")
+        check_fields(self, f"at most {MAX_SIDE} cells wide", lambda grids: max(map(max, grids)) <= MAX_SIDE, "grids")
+        check_fields(self, "a list of at least one point", bool, "points")
         for before, after in pairwise(self.points):
             if after.speedup.value <= before.speedup.value or after.lpips.value <= before.lpips.value:
                 raise ProfileError(
@@ -181,10 +176,6 @@ class Profile:
     def described(self) -> str:
         """The model, size, batch and machine that were measured, in words."""
         return f"{self.model} at {self.size[1]}x{self.size[0]}, batch {self.batch}, on {self.hardware}"
-
-    @property
-    def file_name(self) -> str:
-        return profile_name(self.model, self.size, self.device, self.batch)
 
     # --- files
 
@@ -228,7 +219,7 @@ def require_own(profile: Profile, model: NextScaleModel) -> None:
 
 
 def find_profiles(folders: Iterable[Path]) -> dict[Path, Profile]:
-    """Returns all profiles in these folders, in their order; one that cannot be read is logged and left out."""
+    """Returns all profiles in these folders; one that cannot be read is logged and left out."""
     found = {}
     for path in dict.fromkeys(path for folder in folders for path in sorted(folder.glob(f"*{SUFFIX}"))):
         try:

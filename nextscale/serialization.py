@@ -1,10 +1,8 @@
 """Strict JSON for dataclasses: files are read within limits, and values only come back as declared fields of declared types."""
 
-from __future__ import annotations
-
 import json
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -18,6 +16,7 @@ T = TypeVar("T")
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 64
+SHOWN = 8  # names in a message
 TYPE = "type"  # key of a class name
 
 
@@ -56,7 +55,7 @@ def _refuse(word: str) -> float:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise ValueError(f"repeated keys among {listed(name for name, _ in pairs)}")
+        raise ValueError(f"repeated keys among {listed([name for name, _ in pairs])}")
     return content
 
 
@@ -110,8 +109,12 @@ def _read(kind: Any, value: Any, where: str, choices: Mapping[Any, tuple[type, .
         return {name: _read(inner[1], one, f"{where}.{name}", choices) for name, one in value.items()}
     elif kind is float and is_finite(value):
         return float(value)
-    known = " or ".join(getattr(one, "__name__", str(one)) for one in choices.get(kind, (kind,)))
-    raise ValueError(f"{where} must be {known}; got {shortened(value)}")
+    known = (
+        f"one of {', '.join(map(str, inner))}"
+        if origin is Literal
+        else " or ".join(getattr(one, "__name__", str(one)) for one in choices.get(kind, (kind,)))
+    )
+    raise ValueError(f"{where} must be {known}; got {value!r:.80}")
 
 
 @cache
@@ -124,7 +127,7 @@ def _build(kind: type, content: dict[str, Any], where: str, choices: Mapping[Any
     given = {name: one for name, one in content.items() if name != TYPE}
     needed = {field.name for field in fields(kind) if field.default is MISSING and field.default_factory is MISSING}
     if content.get(TYPE, kind.__name__) != kind.__name__:
-        raise ValueError(f"{where} must be {kind.__name__}; got {shortened(content[TYPE])}")
+        raise ValueError(f"{where} must be {kind.__name__}; got {content[TYPE]!r:.80}")
     if missing := sorted(needed - given.keys()):
         raise ValueError(f"{where} lacks {listed(missing)}")
     if unknown := sorted(given.keys() - hints.keys()):
@@ -144,14 +147,10 @@ def to_plain(value: Any) -> Any:
         return [to_plain(one) for one in (sorted(value) if isinstance(value, frozenset) else value)]
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise SettingError(f"settings must be numbers, texts and known classes; got {shortened(value)}, which cannot be saved.")
+    raise SettingError(f"settings must be numbers, texts and known classes; got {value!r:.80}, which cannot be saved.")
 
 
-def listed(names: Any) -> str:
+def listed(names: Sequence[object]) -> str:
     """Returns the first names of a file for a message; what cannot be printed is shown as its escape."""
-    return ", ".join(name if name.isprintable() else repr(name)[1:-1] for name in (name[:40] for name in [*names][:8]))
-
-
-def shortened(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
+    shown = ", ".join(name if name.isprintable() else repr(name)[1:-1] for name in (str(name)[:200] for name in names[:SHOWN]))
+    return f"{shown} and {len(names) - SHOWN} more" if len(names) > SHOWN else shown

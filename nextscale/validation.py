@@ -1,7 +1,5 @@
 """Checks of settings that a caller gives. True and False are not numbers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
@@ -49,10 +47,10 @@ def is_hashable(value: object) -> bool:
 # --- settings
 
 
-def require(condition: object, name: str, expected: str, value: object) -> None:
-    """Raises SettingError unless the condition holds."""
+def require(condition: object, name: str, expected: str, value: object, error: type[Exception] = SettingError) -> None:
+    """Raises the error unless the condition holds."""
     if not condition:
-        raise SettingError(f"{name} must be {expected}; got {value!r}.")
+        raise error(f"{name} must be {expected}; got {value!r:.200}.")
 
 
 def require_flags(settings: object, *names: str) -> None:

@@ -1,0 +1,3 @@
+from tests.helpers.plugins import register_plugins
+
+register_plugins()

@@ -7,7 +7,8 @@ import pytest
 import torch
 from PIL import Image
 
-from nextscale.io import from_pil, grid, to_pil
+from nextscale.io import grid, to_pil
+from nextscale_research.quality.prompts import from_pil
 
 
 def striped(width: int, height: int) -> Image.Image:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from ..errors import SettingError, ShuttingDown, UnknownModel
-from ..validation import is_int, is_number
+from ..errors import ShuttingDown, UnknownModel
+from ..validation import is_int, is_number, require
 from .jobs import GeneratedImage, Handle, Job, Partial, Task
 from .queue import JobQueue, Throughput
 from .worker import BatchRecord, GeneratesImages, Worker
@@ -43,12 +43,9 @@ class Batcher:
         same_images: bool = False,
     ) -> None:
         for name, count in (("max_batch", max_batch), ("max_queue", max_queue)):
-            if not is_int(count, least=1):
-                raise SettingError(f"{name} must be an int of at least 1; got {count!r}")
-        if not is_number(batch_delay) or not 0 <= batch_delay < 60:
-            raise SettingError(f"batch_delay must be a number of seconds from 0 to below 60; got {batch_delay!r}")
-        if not devices or not all(devices):
-            raise SettingError("devices must map model names to pipelines, for one device or more; got none")
+            require(is_int(count, least=1), name, "an int of at least 1", count)
+        require(is_number(batch_delay) and 0 <= batch_delay < 60, "batch_delay", "seconds from 0 to below 60", batch_delay)
+        require(devices and all(devices), "devices", "mappings of model names to pipelines, one per device", devices)
         self._models = frozenset(model for pipelines in devices for model in pipelines)
         self._throughput = Throughput(len(devices))
         self._queue = JobQueue(max_batch, batch_delay, max_queue, self._throughput)
@@ -108,10 +105,6 @@ class Batcher:
     def running(self) -> int:
         """Number of images that are being generated."""
         return self._queue.running
-
-    @property
-    def draining(self) -> bool:
-        return not self._queue.open
 
     @property
     def images_per_second(self) -> float | None:

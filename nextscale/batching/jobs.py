@@ -1,7 +1,5 @@
 """Jobs, and handles that return their images or cancel them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -12,8 +10,9 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
-from ..errors import DeadlinePassed, JobCancelled, SettingError
+from ..errors import DeadlinePassed, JobCancelled
 from ..report import Report
+from ..validation import is_hashable, require
 
 Prompt = str | int  # text, or a class number
 
@@ -60,18 +59,13 @@ class Job:
     deadline: float | None = None
 
     def __post_init__(self) -> None:
-        if not self.seeds:
-            raise SettingError("seeds must have one int per image; got none")
+        require(self.seeds, "seeds", "one int per image", self.seeds)
 
     @property
     def key(self) -> Hashable:
         """Key of jobs that can share a batch; a job whose settings cannot be hashed runs alone."""
         key = (self.model, self.negative is None, tuple(sorted(self.settings.items(), key=lambda item: item[0])))
-        try:
-            hash(key)
-        except TypeError:
-            return id(self)
-        return key
+        return key if is_hashable(key) else id(self)
 
 
 class Handle:

@@ -1,10 +1,7 @@
 """The bounded queue of images, joined into batches by key, oldest first."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass
 from threading import Condition, Lock
 
 from ..errors import Overloaded, ShuttingDown
@@ -16,14 +13,6 @@ MAX_WAIT = 1.0  # seconds between two checks of deadlines
 DECAY = 0.8  # weight of earlier batches in the measured rate, per batch
 UNKNOWN_SECONDS = 1.0  # retry time before anything was measured
 MIN_SECONDS = 0.05
-
-
-@dataclass
-class Limit:
-    """Batch limit of a key after a larger batch ran out of memory."""
-
-    images: int
-    batches: int = 0  # since then
 
 
 class Throughput:
@@ -63,7 +52,7 @@ class JobQueue:
         self._max_batch, self._delay, self._max_queue, self._throughput, self._clock = max_batch, delay, max_queue, throughput, clock
         self._tasks: dict[Hashable, list[Task]] = {}
         self._running = 0
-        self._limits: dict[Hashable, Limit] = {}  # where a full batch ran out of memory
+        self._limits: dict[Hashable, list[int]] = {}  # where a full batch ran out of memory: images, batches since then
         self._changed = Condition()  # with a lock that its holder may take again
         self._open = self._alive = True
 
@@ -117,10 +106,6 @@ class JobQueue:
         with self._changed:
             return self._running
 
-    @property
-    def open(self) -> bool:
-        return self._open
-
     # --- workers
 
     def take(self, models: Collection[str]) -> list[Task] | None:
@@ -142,8 +127,8 @@ class JobQueue:
     def finished(self, tasks: Sequence[Task]) -> None:
         with self._changed:
             self._running -= len(tasks)
-            if (limit := self._limits.get(tasks[0].job.key)) is not None:
-                limit.batches += 1
+            if (key := tasks[0].job.key) in self._limits:
+                self._limits[key][1] += 1
             self._changed.notify_all()
 
     def expire(self) -> None:
@@ -161,17 +146,15 @@ class JobQueue:
     def limit(self, key: Hashable) -> int:
         """Returns the current batch limit of a key."""
         with self._changed:
-            limit = self._limits.get(key)
-            if limit is not None and limit.batches >= PROBATION:
+            if key in self._limits and self._limits[key][1] >= PROBATION:
                 del self._limits[key]
-                limit = None
-            return self._max_batch if limit is None else limit.images
+            return self._limits.get(key, [self._max_batch])[0]
 
     def lower_limit(self, key: Hashable, images: int) -> None:
         """Limits batches of a key; the limit is lifted after PROBATION batches."""
         with self._changed:
             self._limits.pop(key, None)
-            self._limits[key] = Limit(max(images, 1))
+            self._limits[key] = [max(images, 1), 0]
             if len(self._limits) > REMEMBERED:
                 del self._limits[next(iter(self._limits))]
 

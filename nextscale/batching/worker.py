@@ -1,11 +1,10 @@
 """Runs batches on one device in a thread. A batch that fails or does not fit is halved until only the faulty image is left."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Thread
 from typing import Any, Protocol
 
@@ -81,26 +80,23 @@ class Worker(Thread):
             return
         key = tasks[0].job.key
         images = self._queue.limit(key) if self._same_images else len(tasks)
-        if len(tasks) > images:  # the limit is lower than when they were taken
-            self._generate(tasks[:images])
-            self._generate(tasks[images:])
-            return
-        error = self._attempt(tasks, images)
-        if error is None:
-            return
-        # Outside of the `except` block, so that what the failed attempt allocated is free.
-        halved = len(tasks)
-        if isinstance(error, OutOfMemory):
-            if torch.cuda.is_available():
+        part = images  # the limit may be lower than when they were taken
+        if len(tasks) <= images:
+            error = self._attempt(tasks, images)
+            if error is None:
+                return
+            # Outside of the `except` block, so that what the failed attempt allocated is free.
+            ran_out = isinstance(error, OutOfMemory)
+            part = (images if ran_out else len(tasks)) // 2
+            if ran_out and torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            if images > 1:
-                self._queue.lower_limit(key, images // 2)
-            halved = images
-        if halved == 1:
-            tasks[0].handle.fail(error)
-            return
-        self._generate(tasks[: halved // 2])
-        self._generate(tasks[halved // 2 :])
+            if not part:
+                tasks[0].handle.fail(error)
+                return
+            if ran_out:
+                self._queue.lower_limit(key, part)
+        self._generate(tasks[:part])
+        self._generate(tasks[part:])
 
     def _attempt(self, tasks: Sequence[Task], images: int) -> Exception | None:
         """Returns the error of the batch, or None. Runs `images` images; those beyond the tasks are dropped."""
@@ -110,11 +106,12 @@ class Worker(Thread):
         report = failure = None
         try:
             pipeline = self._pipelines[job.model]
-            prompts = self._prompts(pipeline.reader, [task.job.prompt for task in run])
+            read = partial(read_alone, pipeline.reader) if self._same_images else list
+            prompts = read([task.job.prompt for task in run])
             output = pipeline(
                 prompts,
                 seed=[task.seed for task in run],
-                negative=None if job.negative is None else self._prompts(pipeline.reader, [task.job.negative for task in run]),
+                negative=None if job.negative is None else read([task.job.negative for task in run]),
                 on_stage=StageWatcher(tasks, self._queue),
                 # graphs from the first request on: the shapes of eager requests depend on their texts
                 **(dict(job.settings) | ({"warmup": True} if self._same_images else {})),
@@ -138,17 +135,13 @@ class Worker(Thread):
             task.handle.deliver(task.position, image)
         return failure
 
-    def _prompts(self, reader: PromptReader, prompts: Sequence[Prompt | None]) -> Any:
-        return read_alone(reader, prompts) if self._same_images else list(prompts)
-
     def _log(self, error: Exception, job: Job, images: int) -> None:
         """Logs an error, with a traceback unless it is one of ours. Prompts are not logged."""
-        if isinstance(error, NextscaleError):
-            if not isinstance(error, PromptError):
-                log.warning("a batch of %d image(s) of %s failed: %s", images, job.model, error)
-            return
-        log.error("a batch of %d image(s) of %s failed", images, job.model, exc_info=error)
-        self.broken |= isinstance(error, RuntimeError) and "CUDA error" in str(error)
+        if not isinstance(error, NextscaleError):
+            log.error("a batch of %d image(s) of %s failed", images, job.model, exc_info=error)
+            self.broken |= isinstance(error, RuntimeError) and "CUDA error" in str(error)
+        elif not isinstance(error, PromptError):
+            log.warning("a batch of %d image(s) of %s failed: %s", images, job.model, error)
 
 
 class StageWatcher:
@@ -161,9 +154,8 @@ class StageWatcher:
     def __call__(self, preview: Any) -> None:
         self._keep_in_step(preview.latent)
         self._queue.expire()
-        now = time.monotonic()
         for task in self._tasks:
-            task.handle.expire(now)
+            task.handle.expire(time.monotonic())
         if not any(task.alive for task in self._tasks):
             raise Abandoned
         stage = preview.done.stage.index

@@ -1,7 +1,5 @@
 """Torch and safetensors files, and folders of shards, opened without ever executing anything in them."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import pickle
@@ -15,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..serialization import read_json
-from .layout import Layout, Shape, listed, matches_any, published_key
+from ..serialization import listed, read_json
+from .layout import Layout, Shape, matches_any, published_key
 
 WEIGHT_SUFFIXES = frozenset({".safetensors", ".pth", ".pt", ".bin", ".ckpt"})
 INDEX_SUFFIX = ".index.json"

@@ -1,7 +1,5 @@
 """Files from the Hugging Face hub: announced, checked, and kept in the hub's cache or in a folder. Start at `download`."""
 
-from __future__ import annotations
-
 import errno
 import fnmatch
 import hashlib
@@ -19,7 +17,7 @@ from typing import Any
 
 from ..errors import DownloadError, MissingExtra, NextscaleError
 from ..io import write_text
-from ..serialization import from_plain, read_json
+from ..serialization import from_plain, listed, read_json
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +25,6 @@ COMMIT = re.compile("[0-9a-f]{40}")
 HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 RECORD = "downloads.json"
 WORK = ".nextscale"  # folder of unfinished files, below the place that they are fetched for
-FILES_NAMED = 6
 
 
 @dataclass(frozen=True)
@@ -44,9 +41,7 @@ class RemoteFile:
             return False
         digest = hashlib.sha256() if len(self.hash) == 64 else hashlib.sha1(b"blob %d\0" % self.size)
         with path.open("rb") as content:
-            while some := content.read(2**20):
-                digest.update(some)
-        return digest.hexdigest() == self.hash
+            return hashlib.file_digest(content, lambda: digest).hexdigest() == self.hash
 
     def __str__(self) -> str:
         return f"{self.repository}/{self.path}"
@@ -66,21 +61,23 @@ class HubCache:
 
     def find(self, file: RemoteFile, name: str) -> Path | None:
         """Returns the whole file if it is there."""
-        folder = self.folder(file.repository)
-        path, blob = folder / "snapshots" / file.revision / file.path, folder / "blobs" / file.hash
+        path, blob = self._places(file)
         if not path.is_file() and file.matches(blob):
             self._link(blob, path)
         return path if path.is_file() else None
 
     def keep(self, arrived: Path, file: RemoteFile, name: str) -> Path:
         """Moves a checked file to its place. The library would name the blob after a header, which may be any path."""
-        folder = self.folder(file.repository)
-        path, blob = folder / "snapshots" / file.revision / file.path, folder / "blobs" / file.hash
+        path, blob = self._places(file)
         blob.parent.mkdir(parents=True, exist_ok=True)
         os.replace(arrived, blob)
         self._link(blob, path)
-        write_text(file.revision, folder / "refs" / "main")
+        write_text(file.revision, self.folder(file.repository) / "refs" / "main")
         return path
+
+    def _places(self, file: RemoteFile) -> tuple[Path, Path]:
+        folder = self.folder(file.repository)
+        return folder / "snapshots" / file.revision / file.path, folder / "blobs" / file.hash
 
     def _link(self, blob: Path, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,11 +120,10 @@ class Folder:
         return not file.matches(self.root / name)
 
     def _records(self) -> dict[str, Any]:
-        try:
+        with suppress(ValueError):
             found = read_json(self.root / RECORD)
-        except ValueError:
-            return {}
-        return found if isinstance(found, dict) else {}
+            return found if isinstance(found, dict) else {}
+        return {}
 
     def _record(self, file: RemoteFile, name: str) -> None:
         records = self._records()
@@ -188,9 +184,8 @@ def download(wanted: Mapping[RemoteFile, str], place: HubCache | Folder, extra_r
     if missing:
         size = sum(file.size for file in missing)
         require_room(place.root, size + extra_room)
-        named = ", ".join(f"{file} ({size_text(file.size)})" for file in missing[:FILES_NAMED])
-        more = f" and {len(missing) - FILES_NAMED} more" if len(missing) > FILES_NAMED else ""
-        log.warning("fetching %s into %s: %s%s", size_text(size), place.root, named, more)
+        named = listed([f"{file} ({size_text(file.size)})" for file in missing])
+        log.warning("fetching %s into %s: %s", size_text(size), place.root, named)
     return [path or _obtain(file, wanted[file], place) for file, path in sorted(found.items(), key=lambda item: item[0].size)]
 
 

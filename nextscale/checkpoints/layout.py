@@ -1,18 +1,16 @@
 """Names and shapes of our modules' parameters in published files, and the comparison of a file with a module."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from torch import nn
 
+from ..serialization import listed
+
 Shape = tuple[int, ...]
 Template = str | Callable[[re.Match[str]], str]
-
-NAMES_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -110,11 +108,6 @@ def check(wanted: Mapping[str, PublishedTensor], shapes: Mapping[str, Shape], la
     )
 
 
-def fits(wanted: Mapping[str, PublishedTensor], shapes: Mapping[str, Shape], layout: Layout) -> bool:
-    """Returns True if a file with these shapes fills the module exactly."""
-    return not check(wanted, shapes, layout)
-
-
 def published_key(stored_key: str, layout: Layout) -> str:
     for pattern, replacement in layout.aliases:
         stored_key = re.sub(pattern, replacement, stored_key)
@@ -123,9 +116,3 @@ def published_key(stored_key: str, layout: Layout) -> str:
 
 def matches_any(key: str, patterns: tuple[str, ...]) -> bool:
     return any(re.fullmatch(pattern, key) for pattern in patterns)
-
-
-def listed(names: Iterable[str]) -> str:
-    names = list(names)
-    shown = ", ".join(names[:NAMES_SHOWN])
-    return f"{shown} and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else shown

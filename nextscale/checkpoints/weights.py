@@ -1,7 +1,5 @@
 """Weights between published checkpoints and our modules: read, converted and written, whole or not at all. Start at `load_weights`."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable
@@ -16,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import CheckpointError, NextscaleError, WeightsMismatch
 from ..io import replacing
+from ..serialization import listed
 from .files import Checkpoint, open_checkpoint
-from .layout import Layout, PublishedTensor, check, listed, published_tensors
+from .layout import Layout, PublishedTensor, check, published_tensors
 
 CASTABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -69,7 +68,7 @@ def _fitting(module: nn.Module, checkpoint: Checkpoint) -> dict[str, PublishedTe
     problems = check(wanted, checkpoint.shapes, checkpoint.layout).lines()
     dtypes = {key: entry.dtype for key, entry in checkpoint.entries.items() if key in wanted}
     if uncastable := [f"{key} ({dtype})" for key, dtype in dtypes.items() if dtype not in CASTABLE_DTYPES]:
-        problems.append(f"not {listed(map(str, CASTABLE_DTYPES))} ({len(uncastable)}): {listed(uncastable)}")
+        problems.append(f"not {listed(CASTABLE_DTYPES)} ({len(uncastable)}): {listed(uncastable)}")
     if problems:
         raise WeightsMismatch(
             "\n  ".join([f"{checkpoint.path} does not fit {type(module).__name__}:", *problems])
@@ -139,4 +138,4 @@ def write_whole(tensors: dict[str, Tensor], target: Path) -> None:
 
 def _require_castable(dtype: torch.dtype | None) -> None:
     if dtype is not None and dtype not in CASTABLE_DTYPES:
-        raise CheckpointError(f"dtype must be one of {listed(map(str, CASTABLE_DTYPES))}; got {dtype}.")
+        raise CheckpointError(f"dtype must be one of {listed(CASTABLE_DTYPES)}; got {dtype}.")

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rich.markup import escape
 
 from ..errors import SettingError
-from .files import require_writable
+from .files import require_results
 from .options import DEFAULT_MODEL, MACHINE, MODEL_HELP, Device, Dtype, Json, Quantize, option, out_option
 from .parse import choose_schedule, method_name, parse_size, size_text, torch_dtype
 from .show import percent, plain_table, result_console, show_next
 
 if TYPE_CHECKING:
     from ..eval.results import Row
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The weights, the device and the number formats."""
-
-    engine: Annotated[str | None, option("--engine", "NAME", "graphs, eager or both.", MACHINE, "graphs, eager on the CPU")] = None
-    weights: Annotated[Path | None, option("--weights", "PATH", "File or folder of the model weights.", MACHINE, "random weights")] = None
-    device: Device = None
-    dtype: Dtype = None
-    quantize: Quantize = None
 
 
 def bench(
@@ -39,7 +27,14 @@ def bench(
     batch: Annotated[list[int] | None, option("--batch", "N", "Images per batch; can be repeated.", MACHINE, "1", min=1)] = None,
     size: Annotated[list[str] | None, option("--size", "SIZE", "Size of images; can be repeated.", None, "model")] = None,
     repeats: Annotated[int, option("--repeats", "N", "Timed rounds, each with a request of every method.", min=1)] = 10,
-    machine: Machine,
+    engine: Annotated[
+        Literal["graphs", "eager", "both"] | None,
+        option("--engine", "NAME", "graphs, eager or both.", MACHINE, "graphs, eager on the CPU"),
+    ] = None,
+    weights: Annotated[Path | None, option("--weights", "PATH", "File or folder of the model weights.", MACHINE, "random weights")] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    quantize: Quantize = None,
     out: Annotated[Path | None, out_option("FILE", "Add a row per method to this .jsonl file.", "none")] = None,
     as_json: Json = False,
 ) -> None:
@@ -50,12 +45,12 @@ def bench(
     from ..device import choose_device, choose_dtype
     from ..eval.bench import bench as time_methods
     from ..eval.bench import choose_engines, release
-    from ..eval.results import append_rows, require_results
+    from ..eval.results import append_rows
     from ..loading.load import load, random_encoder, random_pipeline
     from ..loading.presets import model_spec
     from ..methods.registry import resolve_method
 
-    weights, place = machine.weights, choose_device(machine.device)
+    place = choose_device(device)
     names = list(dict.fromkeys(models or [DEFAULT_MODEL]))
     sizes: list[str | None] = [*size] if size else [None]
     chosen = {method_name(one): resolve_method(one) for one in methods or ()}
@@ -65,11 +60,10 @@ def bench(
         raise SettingError("--weights must be those of one model. Choose it with -m.")
     for name, wanted in product(names, sizes):
         choose_schedule(model_spec(name).settings.schedules, wanted)
-    engines = choose_engines(machine.engine, place)
-    require_writable([out] if out else [], force=True)  # rows are added
+    engines = choose_engines(engine, place)
     require_results(out)
     for name in names:
-        common: dict[str, Any] = {"device": place, "dtype": choose_dtype(torch_dtype(machine.dtype), place), "quantize": machine.quantize}
+        common: dict[str, Any] = {"device": place, "dtype": choose_dtype(torch_dtype(dtype), place), "quantize": quantize}
         if weights is None:
             pipe = random_pipeline(name, **common)
         else:

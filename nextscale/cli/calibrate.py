@@ -2,152 +2,70 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..errors import SettingError
-from .files import default_out, require_writable
-from .options import Batch, Force, ImageOptions, ModelOptions, PromptOptions, option, out_option
-from .parse import choose_schedule, parse_prompt
+from .files import require_writable
+from .options import Force, ImageOptions, ModelOptions, PromptOptions, option, out_option
+from .parse import choose_schedule, parse_numbers, parse_prompt
 from .show import share_bar, show_next
 
-if TYPE_CHECKING:
-    from ..eval.results import Row
-
-DEFAULTS = {
-    "stagevar": {"alphas": "0.9+0.95+0.96+0.97+0.98+0.99+0.999", "sizes": ""},
-    "skipvar": {"similarity": "0.84"},
-    "scalekv": {"share": "0.1"},
-}
-"""Values of --set."""
-
-
-class Calibrated(StrEnum):
-    stagevar = "stagevar"
-    skipvar = "skipvar"
-    scalekv = "scalekv"
+DEFAULTS = {"alphas": "0.9+0.95+0.96+0.97+0.98+0.99+0.999", "sizes": ""}
 
 
 def calibrate(
     *,
-    method: Annotated[Calibrated, typer.Argument(metavar="METHOD", show_default=False, help="stagevar, skipvar or scalekv.")],
+    method: Annotated[str, typer.Argument(metavar="METHOD", show_default=False, help="stagevar.")],
     prompts: PromptOptions,
     model: ModelOptions,
     image: ImageOptions,
-    batch: Batch = 4,
-    settings: Annotated[
-        list[str] | None,
-        option(
-            "--set",
-            "KEY=VALUE",
-            "stagevar: alphas=0.9+0.95 (energy), sizes=256+512; skipvar: similarity=0.84 (SSIM); scalekv: share=0.1 (of keys).",
-        ),
-    ] = None,
-    out: Annotated[Path | None, out_option("FILE", "The .json file to write.", "stagevar: beside the weights; METHOD.json")] = None,
+    settings: Annotated[list[str] | None, option("--set", "KEY=VALUE", "alphas=0.9+0.95 (energy), sizes=256+512.")] = None,
+    out: Annotated[Path | None, out_option("FILE", "The .json file to write.", "beside the weights")] = None,
     force: Force = False,
 ) -> None:
-    """Measure model-specific constants of a method on generated images.
-
-    stagevar: ranks of late stages; skipvar: decision models; scalekv: the layers that keep most keys. A few dozen prompts suffice.
-    """
-    spec, chosen = model.spec, read_settings(method, settings or ())
-    given = [parse_prompt(text, spec) for text in prompts.read() for _ in range(image.num_images)]
-    about = {"model": spec.name, "images": len(given), "seed": image.seed}
-    run = {"stagevar": calibrate_stagevar, "skipvar": calibrate_skipvar, "scalekv": calibrate_scalekv}[method]
-    run(Calibration(given, model, image, batch, chosen, out, force, about))
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What the command was called with."""
-
-    prompts: Sequence[Any]
-    model: ModelOptions
-    image: ImageOptions
-    batch: int
-    settings: Mapping[str, str]
-    out: Path | None
-    force: bool
-    about: Row
-
-    def fractions(self, name: str) -> list[float]:
-        """Returns the numbers of a setting, above 0 and at most 1, joined by +."""
-        try:
-            values = [float(text) for text in self.settings[name].split("+")]
-        except ValueError:
-            values = [0.0]
-        if not all(0 < value <= 1 for value in values):
-            raise SettingError(f"--set {name} must be above 0 and at most 1; got {self.settings[name]!r}.")
-        return values
-
-
-def read_settings(method: str, words: Sequence[str]) -> dict[str, str]:
-    pairs = dict(word.partition("=")[::2] for word in words)
-    if unknown := pairs.keys() - DEFAULTS[method].keys():
-        raise SettingError(f"--set must name {' or '.join(DEFAULTS[method])} for {method}; got {', '.join(sorted(unknown))}.")
-    return DEFAULTS[method] | pairs
-
-
-def calibrate_stagevar(asked: Calibration) -> None:
+    """Measure StageVAR's ranks of late stages on images of a model. A few dozen prompts suffice."""
     from ..eval.calibrate_ranks import measure_table
-    from ..loading.load import find
+    from ..loading.artifacts import find
     from ..methods.stagevar_ranks import rank_file, write_rank_table
 
-    spec, image, alphas = asked.model.spec, asked.image, asked.fractions("alphas")
-    sizes = asked.settings["sizes"].split("+") if asked.settings["sizes"] else [image.size]
+    if method != "stagevar":
+        moved = f" Run python -m nextscale_research calibrate-{method}." if method in ("skipvar", "scalekv") else ""
+        raise SettingError(f"METHOD must be stagevar; got {method!r}.{moved}")
+    spec, chosen = model.spec, read_settings(settings or ())
+    given = [parse_prompt(text, spec) for text in prompts.read() for _ in range(image.num_images)]
+    alphas = fractions(chosen["alphas"])
+    sizes = chosen["sizes"].split("+") if chosen["sizes"] else [image.size]
     schedules = [choose_schedule(spec.settings.schedules, size, image.aspect) for size in sizes]
-    file = asked.out or rank_file(find(asked.model.weights, spec.weights, f"weights of {spec.name}"))
+    file = out or rank_file(find(model.weights, spec.weights, f"weights of {spec.name}"))
     if file.suffix != ".json":
         raise SettingError(f"--out must end in .json; got {file}.")
-    require_writable([file], asked.force)
+    require_writable([file], force)
     with share_bar() as progress:
-        task = progress.add_task("measuring", total=len(schedules) * len(asked.prompts))
-        table = measure_table(asked.model.load(), asked.prompts, schedules, alphas, image.seed, lambda: progress.advance(task))
-    write_rank_table(replace(table, about=asked.about | {"schedules": [str(schedule) for schedule in schedules]}), file)
+        task = progress.add_task("measuring", total=len(schedules) * len(given))
+        table = measure_table(model.load(), given, schedules, alphas, image.seed, lambda: progress.advance(task))
+    about = {"model": spec.name, "images": len(given), "seed": image.seed, "schedules": [str(schedule) for schedule in schedules]}
+    write_rank_table(replace(table, about=about), file)
     for row in table.rows:
         typer.echo(f"alpha {row.alpha:<5} {row.cells:>5} cells: {', '.join(f'{ratio:.3g}' for ratio in row.ratios)}")
     typer.echo(f"wrote {file}")
     show_next(f"nextscale compare -m {spec.name} --method stagevar  # reads the table if it is beside the weights")
 
 
-def calibrate_skipvar(asked: Calibration) -> None:
-    from ..eval.calibrate_skipvar import fit, measure
-    from ..io import write_text
-
-    schedule, (similarity,) = asked.image.schedule(asked.model.spec), asked.fractions("similarity")
-    out = asked.out or default_out("skipvar.json")
-    require_writable([out], asked.force)
-    with share_bar() as progress:
-        task = progress.add_task("measuring", total=1.0)
-        pipeline, seed = asked.model.load(), asked.image.seed
-        measured = measure(pipeline, asked.prompts, schedule, seed, asked.batch, lambda share: progress.update(task, completed=share))
-    models = fit(measured, similarity)
-    content = asked.about | {"stages": [list(stage) for stage in schedule.sizes], "similarity": similarity}
-    content |= {name: getattr(models, name)._asdict() for name in models._fields}
-    write_text(json.dumps(content, indent=1) + "\n", out)
-    for number, images in sorted(Counter(outcome.skipped for outcome in models(measured.features)).items()):
-        typer.echo(f"{images} of {len(asked.prompts)} images leave out {number} stage(s)")
-    typer.echo(f"wrote {out}")
-    show_next(f"nextscale compare -m {asked.model.model} --method skipvar:models={out}")
+def read_settings(words: Sequence[str]) -> dict[str, str]:
+    pairs = dict(word.partition("=")[::2] for word in words)
+    if unknown := pairs.keys() - DEFAULTS.keys():
+        raise SettingError(f"--set must name {' or '.join(DEFAULTS)}; got {', '.join(sorted(unknown))}.")
+    return DEFAULTS | pairs
 
 
-def calibrate_scalekv(asked: Calibration) -> None:
-    from ..eval.calibrate_scalekv import measure_roles
-    from ..io import write_text
-    from ..methods.scalekv import ScaleKV
-
-    schedule, (share,) = asked.image.schedule(asked.model.spec), asked.fractions("share")
-    require_writable([asked.out] if asked.out else [], asked.force)
-    roles = measure_roles(asked.model.load(), asked.prompts, schedule, ScaleKV(share=share), asked.image.seed, asked.batch)
-    for layer, lost in enumerate(roles.lost):
-        typer.echo(f"layer {layer:3d}  loses {100 * lost:5.1f} % of its attention{'  drafter' if layer in roles.drafters else ''}")
-    if asked.out:
-        write_text(json.dumps(asked.about | {"share": share, "drafters": roles.drafters, "lost": roles.lost}) + "\n", asked.out)
-    show_next(f"nextscale compare -m {asked.model.model} --method 'scalekv:drafters={list(roles.drafters)},share={share:g}'")
+def fractions(text: str) -> list[float]:
+    """Returns numbers above 0 and at most 1, joined by +."""
+    values = parse_numbers(text.replace("+", ","))
+    if not values or not all(0 < value <= 1 for value in values):
+        raise SettingError(f"--set alphas must be above 0 and at most 1; got {text!r}.")
+    return values

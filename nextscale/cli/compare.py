@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.markup import escape
 
 from ..errors import PromptError, SettingError
-from .files import default_out, require_image_name, require_writable
+from .files import default_out, require_image_name, require_results, require_writable
 from .options import MACHINE, OUTPUT, Force, ModelOptions, PromptFile, Seed, SizeOptions, option, out_option
 from .parse import method_name, named_profiles, parse_prompt, size_text
 from .show import compared, darkened, percent, plain_table, result_console, share_bar, show_next
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..eval.compare import Comparison
-    from ..eval.results import Row
     from ..methods import Method
     from ..stage import Schedule
 
@@ -71,13 +70,13 @@ def compare(
     Without options: nano, its own prompts, and two points of its largest profile.
     """
     from ..eval.compare import compare as compare_methods
-    from ..eval.results import append_rows, require_results, research
+    from ..eval.results import append_rows, research
     from ..io import write_image, write_text
     from ..metrics import Lpips
 
     spec, device = model.spec, model.torch_device
     own = PROMPTS if device.type == "cuda" else PROMPTS[:ON_CPU]
-    texts = [prompt.text for prompt in prompts.read_file()]
+    texts = prompts.read_file()
     if not texts and spec.text_encoder is None:
         raise PromptError(f"the default prompts are text; {spec.name} takes class numbers. Pass --prompts FILE.")
     columns = [parse_prompt(text, spec) for text in texts or own]
@@ -86,7 +85,6 @@ def compare(
     require_image_name("--sheet", picture)
     require_writable([picture], force or sheet is None)
     require_writable([plot] if plot else [], force)
-    require_writable([out] if out else [], force=True)  # rows are added
     require_results(out)
     draw = research("quality.frontier").frontier_svg if plot else None
     schedule = chosen_schedule(model, size, largest=not method)
@@ -157,12 +155,13 @@ def show_comparison(found: Comparison) -> None:
 
     console = result_console()
     ran = [row for row in found.rows if "error" not in row]
-    has_lpips = any("lpips" in row for row in ran)
-    table = plain_table("method", "s per image", "speedup", "MACs", "tokens", "PSNR", *["LPIPS"] * has_lpips, folded=("method",))
+    table = plain_table("method", "s per image", "speedup", "MACs", "tokens", "PSNR", "LPIPS", folded=("method",))
     for row in ran:
         shares = [percent(row[name]) for name in ("cost_share", "kept")]
-        likeness = [decibels(row), *([distance(row)] if has_lpips else [])]
-        table.add_row(escape(row["method"]), f"{row['ms_per_image']['median'] / 1000:.3g}", with_range(row["speedup"]), *shares, *likeness)
+        psnr = "" if "psnr" not in row else "same" if row["psnr"] is None else f"{row['psnr']['value']:.1f} dB"
+        lpips = f"{row['lpips']['value']:.3f}" if "lpips" in row else ""
+        seconds = f"{row['ms_per_image']['median'] / 1000:.3g}"
+        table.add_row(escape(row["method"]), seconds, with_range(row["speedup"]), *shares, psnr, lpips)
     console.print(table)
     dense, rounds = ran[0], len(found.results[ran[0]["method"]].reports)
     console.print(
@@ -182,14 +181,6 @@ def with_range(found: Mapping[str, float]) -> str:
     """Returns the median, and the range if there is one."""
     middle, low, high = (f"{found[name]:.2f}" for name in ("median", "low", "high"))
     return middle if low == high else f"{middle} ({low} to {high})"
-
-
-def decibels(row: Row) -> str:
-    return "" if "psnr" not in row else "same" if row["psnr"] is None else f"{row['psnr']['value']:.1f} dB"
-
-
-def distance(row: Row) -> str:
-    return f"{row['lpips']['value']:.3f}" if "lpips" in row else ""
 
 
 def picture_of(found: Comparison) -> Image.Image:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 from rich.markup import escape
 
 from ..errors import SettingError
-from .files import require_writable
+from .files import require_results
 from .options import Device, option, out_option
 from .show import image_bar, plain_table, result_console, show_next
 
@@ -41,8 +42,8 @@ def evaluate(
 ) -> None:
     """Score folders of images, against real images or against dense images of the same seeds."""
     from ..device import choose_device
-    from ..eval.folders import PAIR_METRICS, ImageFolder, Judge, PairJudge, describe
-    from ..eval.results import append_rows, require_results, research
+    from ..eval.folders import PAIR_METRICS, ImageFolder, PairJudge, describe
+    from ..eval.results import append_rows, research
 
     names = metric or [*(["fid"] if real else []), *(PAIRS if dense else [])]
     if not names:
@@ -50,19 +51,15 @@ def evaluate(
     pairs, others = [name for name in names if name in PAIRS], [name for name in names if name not in PAIRS]
     if pairs and dense is None:
         raise SettingError(f"--metric {pairs[0]} compares with dense images. Add --dense FOLDER.")
-    require_writable([out] if out else [], force=True)  # rows are added
     require_results(out)
     place = choose_device(device)
     real_folder, dense_folder = (None if path is None else ImageFolder(path) for path in (real, dense))
-    judges: list[Judge] = []
-    if others:
-        judges += research("metrics.judges").judges(others, real_folder, dense_folder, place)
+    judges = research("metrics.judges").judges(others, real_folder, dense_folder, place) if others else []
     if pairs and dense_folder:
         judges.append(PairJudge({name: PAIR_METRICS[name](place) for name in pairs}, dense_folder, place))
     judged = [ImageFolder(folder) for folder in folders]
-    for judge in judges:
-        for folder in judged:
-            judge.check(folder)
+    for judge, folder in product(judges, judged):
+        judge.check(folder)
     rows: list[Row] = []
     with image_bar() as progress:
         task = progress.add_task("judging", total=sum(len(folder.files) for folder in judged) * len(judges))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -184,34 +184,27 @@ def search(bench: Bench, log: TrialLog, minutes: float, choose: bool, on_progres
 def read_prompts(prompts: Path | None, test: Path | None, start: Path | None, spec: ModelSpec, pipeline: Pipeline) -> Prompts:
     from ..tune.prompts import own_prompts
 
-    if prompts is None:
-        given, source = own_prompts(pipeline, DEFAULT_PROMPTS), "prompts of nextscale"
-    else:
-        given, source = prompts_of(prompts, spec), prompts.name
-    searched, spare = halved(given)
-    held_out = None if test is None else prompts_of(test, spec)
+    given = own_prompts(pipeline, DEFAULT_PROMPTS) if prompts is None else prompts_of(prompts, spec)
+    source = "prompts of nextscale" if prompts is None else prompts.name
+    number = {prompt: count for count, prompt in enumerate(dict.fromkeys(given))}  # a prompt that comes again is in the same half again
+    searched, spare = ([prompt for prompt in given if number[prompt] % 2 == half] for half in (0, 1))
+    held_out = spare if test is None else prompts_of(test, spec)
     if start is not None:
-        return Prompts([], spare if held_out is None else held_out, f"points of {start.name}, validated on {test.name if test else source}")
-    if test is None or held_out is None:
+        return Prompts([], held_out, f"points of {start.name}, validated on {test.name if test else source}")
+    if test is None:
         return Prompts(searched, spare, f"{source}, every second one held out")
-    shared = {*held_out} | ({*spare} if prompts is None else set())  # a later --from may validate the winners on the spare ones
+    shared = {*held_out, *(spare if prompts is None else ())}  # a later --from may validate the winners on the spare ones
     seen = [prompt for prompt in given if prompt not in shared]
     if not seen:
         raise PromptError(f"--test {test} holds all prompts of the search. Pass other ones.")
     return Prompts(seen, held_out, f"{source} for the search, {test.name} held out")
 
 
-def halved(prompts: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns every second prompt, and the others. A prompt that comes again is in the same half again."""
-    number = {prompt: count for count, prompt in enumerate(dict.fromkeys(prompts))}
-    return [one for one in prompts if number[one] % 2 == 0], [one for one in prompts if number[one] % 2]
-
-
 def prompts_of(file: Path, spec: ModelSpec) -> list[Any]:
     """Returns captions, or class numbers for a class model."""
-    from ..offline.prompts import read_eval_prompts
+    from ..offline.prompts import read_prompts
 
-    found = [prompt.text for prompt in read_eval_prompts(file)]
+    found = read_prompts(file)
     try:
         return found if spec.text_encoder is not None else [parse_prompt(text, spec) for text in found]
     except PromptError as error:

@@ -18,7 +18,6 @@ import torch
 
 from .. import kernels
 from ..engine import Engine, WarmUp
-from ..errors import SettingError
 from ..methods.method import Method
 from ..models import Infinity
 from ..pipeline import Pipeline
@@ -98,11 +97,7 @@ class Runner:
         if "error" in row:
             return row
 
-        def speedup(seconds: Callable[[Timed], float]) -> Row | None:
-            if "error" in dense.failures:
-                return None
-            return percentiles([seconds(before) / seconds(after) for before, after in zip(dense.timed, timed, strict=True)])
-
+        pairs = [] if "error" in dense.failures else list(zip(dense.timed, timed, strict=True))
         end_to_end = percentiles_ms([one.seconds for one in timed])
         weights = weights_bytes(pipe.model) + weights_bytes(pipe.tokenizer)
         peak = max(one.memory for one in timed) + self.captured_bytes + (weights if device.type == "cuda" else 0)
@@ -111,8 +106,8 @@ class Runner:
             **percentiles_ms([one.generate_seconds for one in timed]),
             "decode": percentiles_ms([one.report.decode_seconds for one in timed]),
             "end_to_end": end_to_end,
-            "speedup": speedup(lambda one: one.generate_seconds),
-            "speedup_end_to_end": speedup(lambda one: one.seconds),
+            "speedup": percentiles([before.generate_seconds / after.generate_seconds for before, after in pairs]) if pairs else None,
+            "speedup_end_to_end": percentiles([before.seconds / after.seconds for before, after in pairs]) if pairs else None,
             "images_per_second": round(1000 * batch / end_to_end["median_ms"], 3),
             "cost_share": round(statistics.fmean(one.report.cost_share for one in timed), 4),
             "peak_gb": round(peak / 1e9, 2),
@@ -157,10 +152,7 @@ def bench(
 
 def choose_engines(name: str | None, device: torch.device) -> tuple[Engine, ...]:
     """Returns the engines of a name in `ENGINES`; None stands for "graphs" on a GPU and "eager" elsewhere."""
-    name = name or ("graphs" if device.type == "cuda" else "eager")
-    if name not in ENGINES:
-        raise SettingError(f"engine must be one of {', '.join(ENGINES)}; got {name!r}.")
-    return ENGINES[name]
+    return ENGINES[name or ("graphs" if device.type == "cuda" else "eager")]
 
 
 def own_captures(pipe: Pipeline, engine: Engine) -> Pipeline:

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -86,16 +85,6 @@ class ImageFolder:
         with ThreadPoolExecutor() as threads:
             for first in range(0, len(files), batch):
                 yield list(threads.map(self.load, files[first : first + batch]))
-
-
-class Judge(Protocol):
-    """Metrics of folders that are measured in one pass over the images."""
-
-    def check(self, folder: ImageFolder) -> None:
-        """Raises an error if the folder cannot be judged."""
-
-    def row(self, folder: ImageFolder, on_images: Callable[[int], None]) -> Row:
-        """Returns the columns of a folder; calls `on_images` with the number of images of every batch."""
 
 
 @dataclass(frozen=True, eq=False)

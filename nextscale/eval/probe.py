@@ -23,10 +23,7 @@ class FeatureProbe(Method):
     layers: tuple[int, ...] | None = None  # blocks to look at; None: all
     stages: frozenset[int] | None = None  # stages to look at; None: all
 
-    @property
-    def capturable(self) -> bool:
-        """A captured graph would call no watcher."""
-        return False
+    capturable = False  # a captured graph would call no watcher
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         layers = tuple(range(len(model.blocks))) if self.layers is None else self.layers

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from ..device import hardware_name
-from ..errors import MissingExtra, NextscaleError, SettingError
+from ..errors import MissingExtra, NextscaleError
 from ..io import append_text
+from ..serialization import from_plain, parse_json
 
 DENSE = "dense"  # name of the row that others are compared with
 
@@ -26,23 +27,15 @@ Row = dict[str, Any]
 
 def read_rows(file: Path) -> list[Row]:
     try:
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError, RecursionError) as error:
+        lines = enumerate(file.read_text(encoding="utf-8").splitlines(), 1)
+        return [from_plain(Row, parse_json(line), f"line {number}") for number, line in lines if line.strip()]
+    except (OSError, ValueError) as error:
         raise NextscaleError(f"{file} must have one JSON object per line ({error}). Pass another file.") from error
-    if other := [row for row in rows if not isinstance(row, dict)]:
-        raise NextscaleError(f"{file} must have one JSON object per line; got {str(other[0])[:80]!r}. Pass another file.")
-    return rows
 
 
 def append_rows(rows: Iterable[Row], file: Path) -> None:
     """Adds rows to a file; creates it if it does not exist."""
     append_text("".join(json.dumps(row, allow_nan=False) + "\n" for row in rows), file)
-
-
-def require_results(file: Path | None) -> None:
-    """Raises SettingError unless rows can be added to the file: it must be new, or a file of results."""
-    if file is not None and file.exists() and any("benchmark" not in row for row in read_rows(file)):
-        raise SettingError(f"--out must be a new file or a file of results; got {file}. Choose another name.")
 
 
 def short_error(error: Exception) -> str:

@@ -1,7 +1,5 @@
 """The published parts of a model: where they are on this machine, which files of the hub they are, and what lies beside them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from ..profiles import profile_folder
 from ..text import TextEncoder
 from ..text.files import EncoderFiles
 from .hart_config import CONFIG_NAME
-from .presets import Embedded, ModelSpec, Source, TextSource, model_spec
+from .presets import Embedded, ModelSpec, Source, TextSource
 
 KINDS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt")
 """Suffixes of weights, in the order of preference where a folder of the hub has several."""
@@ -89,8 +87,8 @@ def converted_file(path: Path) -> Path:
 
 def weight_artifacts(spec: ModelSpec) -> list[Artifact]:
     """Returns the published weights, without those that come with the package or are not released."""
-    sources = {f"weights of {spec.name}": spec.weights, f"tokenizer of {spec.name}": spec.tokenizer_weights}
-    return [Artifact(what, source) for what, source in sources.items() if isinstance(source, Source)]
+    sources = (("weights", spec.weights), ("tokenizer", spec.tokenizer_weights))
+    return [Artifact(f"{what} of {spec.name}", source) for what, source in sources if isinstance(source, Source)]
 
 
 def encoder_artifact(spec: ModelSpec) -> Artifact | None:
@@ -142,9 +140,9 @@ def find(given: str | Path | None, source: Source | Embedded | None, what: str) 
 def local_weights(spec: ModelSpec) -> Path | None:
     """Returns where a model's weights are, or where they are looked for first; None if none are released."""
     source = spec.weights
-    if source is None or isinstance(source, Embedded):
-        return None if source is None else source.path
-    return locate(Artifact("weights", source)) or home() / source.local
+    if isinstance(source, Source):
+        return locate(Artifact("weights", source)) or home() / source.local
+    return source.path if source else None
 
 
 def profile_folders(spec: ModelSpec, weights: Path) -> list[Path]:
@@ -194,18 +192,13 @@ def fetch_missing(spec: ModelSpec, needed: Sequence[Artifact], with_encoder: boo
         raise type(error)(f"{error} By hand: {', and '.join(places)}." if places else str(error)) from error
 
 
-def download_artifacts(name: str, to: Path | None, offline: bool, room: float) -> Mapping[Artifact, Path]:
-    """Finds everything that a model needs, or fetches it into the hub's cache or below `to`.
-
-    Files below `to` with another content than the hub's are fetched again. Offline, missing and changed files are errors.
-    """
-    spec = model_spec(name)
+def download_artifacts(spec: ModelSpec, to: Path | None, offline: bool, room: float) -> Mapping[Artifact, Path]:
+    """Finds everything that a model needs, or fetches it (see `download_model`)."""
     if spec.weights is None:
-        raise CheckpointError(f"the weights of {name} have not been released: there is nothing to download.")
+        raise CheckpointError(f"the weights of {spec.name} have not been released: there is nothing to download.")
     if to is not None and to.exists() and not to.is_dir():
         raise SettingError(f"--to must be a folder; got the file {to}.")
-    encoder = encoder_artifact(spec)
-    artifacts = [*weight_artifacts(spec), *([encoder] if encoder else [])]
+    artifacts = [*weight_artifacts(spec), *filter(None, [encoder_artifact(spec)])]
 
     def found(artifact: Artifact) -> Path | None:
         return locate(artifact) if to is None else artifact.below(to)
@@ -216,12 +209,9 @@ def download_artifacts(name: str, to: Path | None, offline: bool, room: float) -
         raise DownloadError(f"missing or changed: {', '.join(artifact.what for artifact in needed)}. Leave out --offline to fetch them.")
     if needed:
         fetch(needed, to, room)
-    result = {}
-    for artifact in artifacts:
-        path = found(artifact)
-        if path is None:
-            raise DownloadError(f"{artifact.what} is still incomplete. See what is published at {artifact.source.url}.")
-        result[artifact] = path
+    result = {artifact: path for artifact in artifacts if (path := found(artifact)) is not None}
+    if incomplete := [artifact for artifact in artifacts if artifact not in result]:
+        raise DownloadError(f"{incomplete[0].what} is still incomplete. See what is published at {incomplete[0].source.url}.")
     return result
 
 

@@ -1,7 +1,5 @@
 """The configuration of a HART checkpoint, from the config.json beside it. Strict loading compares it with the tensor shapes."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -16,7 +14,7 @@ from ..checkpoints.files import read_object
 from ..errors import CheckpointError
 from ..models.blocks import NORM_EPS
 from ..models.hart import Hart, HartConfig
-from ..serialization import from_plain, shortened
+from ..serialization import from_plain
 from ..tokenizers.var import HartTokenizerConfig
 from .presets import MAX_CHANNELS, ModelSpec, build_tokenizer, check_size, hart_settings
 
@@ -114,7 +112,7 @@ def read_config(format: Format, preset: C, path: Path, layout: Layout) -> C:
             if field := format.fields.get(key):
                 fields[field] = read_entry(type(preset), field, value)
         except ValueError as error:
-            problems.append(f"{CONFIG_NAME} says {key} {shortened(value)}: {error}")
+            problems.append(f"{CONFIG_NAME} says {key} {value!r:.80}: {error}")
     config = replace(preset, **fields)
     if isinstance(config, HartConfig) and config.dim % (4 * config.heads):  # rotation takes two coordinates of two channels each
         problems.append(f"embed_dim must be a multiple of 4 num_heads; got {config.dim} and {config.heads}")

@@ -1,7 +1,5 @@
 """Pipelines from a model's name and its published files, from random weights, and models without weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoints import convert, fits, load_weights, open_checkpoint, published_tensors
+from ..checkpoints import check, convert, load_weights, open_checkpoint, published_tensors
 from ..device import check_quantize, check_quantized_dtype, choose_device, choose_dtype, choose_kv_dtype, place
 from ..errors import CheckpointError, SettingError, WeightsMismatch
 from ..io import home, write_text
@@ -33,6 +31,7 @@ from .artifacts import (
     encoder_artifact,
     fetch_missing,
     find,
+    local_weights,
     profile_folders,
     rank_table_of,
     weight_artifacts,
@@ -46,7 +45,6 @@ from .presets import (
     build_on_meta,
     model_spec,
     require_shared_tokenizer,
-    smaller_models,
 )
 
 PathLike = str | Path
@@ -85,15 +83,14 @@ def load(
         download: fetch missing files from the hub after announcing their size; False never uses the network.
         options: `engine` and `graph_memory` of `Pipeline`.
     """
-    spec = released_spec(name) if as_released else as_spec(name)
+    spec = released_spec(model_spec(name)) if as_released else model_spec(name)
     device = choose_device(device)
     dtype, kv_dtype = choose_dtype(dtype, device), choose_kv_dtype(kv_dtype)
     quantize = check_quantize(quantize, device, dtype)
     check_text_options(spec, text_encoder, offload_text)  # before anything is fetched
     if download and (weights or spec.weights) is not None:
-        not_given = {source for given, source in ((weights, spec.weights), (tokenizer, spec.tokenizer_weights)) if given is None}
-        needed = [artifact for artifact in weight_artifacts(spec) if artifact.source in not_given]
-        fetch_missing(spec, needed, with_encoder=text_encoder is None)
+        given = {spec.weights if weights else None, spec.tokenizer_weights if tokenizer else None}
+        fetch_missing(spec, [one for one in weight_artifacts(spec) if one.source not in given], with_encoder=text_encoder is None)
     weights = find(weights, spec.weights, f"weights of {spec.name}")
     tokenizer = find(tokenizer, spec.tokenizer_weights, f"tokenizer of {spec.name}")
     if not isinstance(spec.tokenizer_weights, Embedded):  # what comes with the package or a saved pipeline says it all
@@ -110,7 +107,6 @@ def load(
     reader = prompt_reader(spec, text_encoder, device, offload_text, download)
     pipeline = Pipeline(model, images, reader, spec.settings, spec.name, profiles=profiles, **options)
     pipeline.weights_folder = weights if weights.is_dir() else weights.parent
-    pipeline.partners.fitting = smaller_models(spec)
 
     def open_partner(other: str) -> Pipeline:
         require_shared_tokenizer(spec, model_spec(other))
@@ -122,12 +118,7 @@ def load(
     return pipeline
 
 
-def as_spec(name: str | ModelSpec) -> ModelSpec:
-    return name if isinstance(name, ModelSpec) else model_spec(name)
-
-
-def released_spec(name: str | ModelSpec) -> ModelSpec:
-    spec = as_spec(name)
+def released_spec(spec: ModelSpec) -> ModelSpec:
     if not isinstance(spec.model, StarConfig):
         raise SettingError(f"as_released must be left out for {spec.name}: only STAR has such a variant.")
     return replace(spec, model=replace(spec.model, as_released=True))
@@ -162,8 +153,7 @@ def prompt_reader(
         if text_encoder is not None and not isinstance(text_encoder, str | Path):
             return text_encoder
         options: dict[str, Any] = {"tokens": spec.model.text_tokens} if isinstance(spec.model, HartConfig) else {}
-        if offload:
-            options["offload"] = True
+        options |= {"offload": True} if offload else {}
         path = text_encoder or (find(None, source.origin, "text encoder") if isinstance(source.origin, Embedded) else source.origin)
         if artifact is not None and artifact.encoder is not None:
             path = text_encoder or artifact.below(home()) or path
@@ -197,12 +187,11 @@ def identify(path: Path) -> list[str]:
     """Returns our models and tokenizers that a file fits."""
     found = []
     for spec in MODELS.values():
-        names = (f"the model {spec.name}", f"the tokenizer of {spec.name}")
         modules: tuple[NextScaleModel | Tokenizer, ...] = build_on_meta(spec)
-        for name, module in zip(names, modules, strict=True):
+        for name, module in zip((f"the model {spec.name}", f"the tokenizer of {spec.name}"), modules, strict=True):
             with suppress(CheckpointError):
-                shapes = open_checkpoint(path, module.layout).shapes
-                found += [name] if fits(published_tensors(module, module.layout), shapes, module.layout) else []
+                if not check(published_tensors(module, module.layout), open_checkpoint(path, module.layout).shapes, module.layout):
+                    found.append(name)
     return found
 
 
@@ -241,12 +230,12 @@ def download_model(name: str, to: Path | None = None, convert: bool = False, off
     convert: also write pickled weights as safetensors where `load` finds them first.
     """
     spec, paths = model_spec(name), {}
-    for artifact, path in download_artifacts(name, to, offline, room=2.0 if convert else 1.0).items():
+    for artifact, path in download_artifacts(spec, to, offline, room=2.0 if convert else 1.0).items():
         files = path.iterdir() if path.is_dir() else [path]
-        paths[artifact.what] = path
         if convert and artifact.encoder is None and not any(file.suffix == ".safetensors" for file in files):
-            paths[artifact.what] = converted_file(path)
-            convert_weights(spec, path, converted_file(path), is_model=artifact.source is spec.weights)
+            source, path = path, converted_file(path)
+            convert_weights(spec, source, path, is_model=artifact.source is spec.weights)
+        paths[artifact.what] = path
     return paths
 
 
@@ -254,7 +243,7 @@ def download_model(name: str, to: Path | None = None, convert: bool = False, off
 
 
 def without_weights(
-    spec: ModelSpec, dtype: torch.dtype, quantize: Quantize | None = None, kv_dtype: KvDtype | None = None
+    spec: ModelSpec, dtype: torch.dtype, quantize: Quantize | None = None, kv_dtype: KvDtype | None = None, weights: Path | None = None
 ) -> tuple[NextScaleModel, Tokenizer]:
     """Returns the model and its tokenizer on the meta device, as `load` with these options would make them."""
     check_quantized_dtype(quantize, dtype)
@@ -263,6 +252,8 @@ def without_weights(
         place(module, torch.device("meta"), dtype, module.float32)
     if quantize is not None:
         quantize_blocks(model, quantize)
+    files = weights or local_weights(spec)
+    model.rank_table = None if files is None else rank_table_of(model, files)
     return model, tokenizer
 
 
@@ -276,7 +267,7 @@ def random_pipeline(
     seed: int = 0,
 ) -> Pipeline:
     """Returns a pipeline with random weights; prompts are read by a random encoder."""
-    spec, device = as_spec(spec), torch.device(device)
+    spec, device = model_spec(spec), torch.device(device)
     quantize = check_quantize(quantize, device, dtype)
     model, tokenizer = build_on_meta(spec, choose_kv_dtype(kv_dtype))
     generator = torch.Generator(device).manual_seed(seed)
@@ -285,7 +276,6 @@ def random_pipeline(
     if quantize is not None:
         quantize_model(model, quantize, device)
     pipe = Pipeline(model, tokenizer, prompt_reader(spec, random_encoder(spec.model, device), device), spec.settings, spec.name)
-    pipe.partners.fitting = smaller_models(spec)
     pipe.partners.open = partial(random_pipeline, device=device, dtype=dtype, quantize=quantize, kv_dtype=kv_dtype, seed=seed)
     return pipe
 

@@ -1,7 +1,5 @@
 """The table of models: sizes, published files and published settings."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -117,12 +115,10 @@ class ModelSpec:
     text_encoder: TextSource | None = None
 
 
-def build_model(config: ModelConfig, kv_dtype: KvDtype | None = None) -> NextScaleModel:
+def build_model(config: ModelConfig) -> NextScaleModel:
     """Returns a model without initial values."""
     with NoInitialValues():
-        model = MODEL_CLASSES[type(config)](config)
-    model.kv_dtype = kv_dtype
-    return model
+        return MODEL_CLASSES[type(config)](config)
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -133,7 +129,9 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
 def build_on_meta(spec: ModelSpec, kv_dtype: KvDtype | None = None) -> tuple[NextScaleModel, Tokenizer]:
     with torch.device("meta"):
-        return build_model(spec.model, kv_dtype), build_tokenizer(spec.tokenizer)
+        model = build_model(spec.model)
+        model.kv_dtype = kv_dtype
+        return model, build_tokenizer(spec.tokenizer)
 
 
 def check_size(name: str, value: Any) -> None:
@@ -290,22 +288,14 @@ MODELS: dict[str, ModelSpec] = {
 }
 
 
-def model_spec(name: str) -> ModelSpec:
-    if not isinstance(name, str) or name not in MODELS:
-        close = difflib.get_close_matches(name, MODELS, n=3, cutoff=0.4) if isinstance(name, str) else []
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise UnknownModel(f"unknown model {name!r}; {hint}Known models: {', '.join(MODELS)}.")
-    return MODELS[name]
-
-
-def smaller_models(spec: ModelSpec) -> tuple[str, ...]:
-    """Returns the models of the same family, tokenizer and schedules with fewer blocks, smallest first."""
-
-    def alike(other: ModelSpec) -> tuple[Any, ...]:
-        return type(other.model), other.tokenizer_weights, other.settings.schedules
-
-    fitting = [other for other in MODELS.values() if alike(other) == alike(spec) and other.model.depth < spec.model.depth]
-    return tuple(other.name for other in sorted(fitting, key=lambda other: other.model.depth))
+def model_spec(name: str | ModelSpec) -> ModelSpec:
+    if isinstance(name, ModelSpec):
+        return name
+    if isinstance(name, str) and name in MODELS:
+        return MODELS[name]
+    close = difflib.get_close_matches(str(name), MODELS, n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(close)}? " if close else ""
+    raise UnknownModel(f"unknown model {name!r}; {hint}Known models: {', '.join(MODELS)}.")
 
 
 def require_shared_tokenizer(spec: ModelSpec, other: ModelSpec) -> None:

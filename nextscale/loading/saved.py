@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
+
+import torch
 
 from ..checkpoints import write_weights
 from ..checkpoints.files import read_object
-from ..device import DTYPES
 from ..errors import CheckpointError, SettingError
 from ..guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
-from ..io import write_text
+from ..io import expanded, write_text
 from ..methods.stagevar_ranks import rank_file, write_rank_table
 from ..models.var import ClassConfig
 from ..pipeline import Pipeline, Settings
@@ -24,7 +26,8 @@ from ..text import ClipEncoder, QwenEncoder, T5Encoder, TextEncoder, WordTextEnc
 from ..text.files import is_hub_name
 from ..text.prompts import ClassReader, EncoderOpener, TextReader
 from ..text.words import FILE_NAME as WORDS
-from .load import load
+from ..validation import require
+from .load import load as load_model
 from .presets import (
     MODEL_CLASSES,
     TOKENIZER_CLASSES,
@@ -93,25 +96,20 @@ class Index:
         return ModelSpec(self.name, self.model, self.tokenizer, self.settings, files[0], files[1], source)
 
 
-class Pretrained:
-    """The implementation of a pipeline's `from_pretrained` and `save_pretrained`."""
-
-    def load(self, source: str | Path, **options: Any) -> Pipeline:
-        folder = Path(source).expanduser()
-        if folder.is_dir():
-            return load_saved(folder, **options)
-        if isinstance(source, Path) or str(source).startswith((".", "/", "~")):
-            raise CheckpointError(f"{source} is not a folder. Pass one that save_pretrained wrote, or the name of a model.")
-        return load(source, **options)
-
-    def save(self, pipeline: Pipeline, folder: str | Path) -> Path:
-        return save(pipeline, Path(folder).expanduser())
+def load(source: str | Path, **options: Any) -> Pipeline:
+    folder = expanded(source)
+    if folder.is_dir():
+        return load_saved(folder, **options)
+    if isinstance(source, Path) or str(source).startswith((".", "/", "~")):
+        raise CheckpointError(f"{source} is not a folder. Pass one that save_pretrained wrote, or the name of a model.")
+    return load_model(source, **options)
 
 
-def save(pipeline: Pipeline, folder: Path) -> Path:
+def save(pipeline: Pipeline, folder: str | Path) -> Path:
     """Writes the index last and removes it first, so that a folder with an index is complete."""
     model: Any = pipeline.model
     tokenizer: Any = pipeline.tokenizer
+    folder = expanded(folder)
     if folder.exists() and not folder.is_dir():
         raise SettingError(f"the target must be a folder; got the file {folder}.")
     if model.quantize is not None:
@@ -135,7 +133,7 @@ def save(pipeline: Pipeline, folder: Path) -> Path:
     if isinstance(pipeline.reader, TextReader) and index.text_encoder is not None and index.text_encoder.kind == "words":
         pipeline.reader.encoder.save(folder / WORDS)  # type: ignore[attr-defined]
     for profile in profiles:
-        if profile.resolve().parent != folder.resolve():
+        with suppress(shutil.SameFileError):
             shutil.copyfile(profile, folder / profile.name)
     ranks = rank_file(folder / MODEL)
     if model.rank_table is None:
@@ -151,19 +149,16 @@ def encoder_entry(reader: object) -> EncoderEntry | None:
         return None
     assert isinstance(reader, TextReader)
     opener = reader.open_encoder
-    kind: Any
     if isinstance(opener, EncoderOpener) and opener.source is not None and not reader.is_open:
         kind, source = opener.kind, opener.source
     elif isinstance(reader.encoder, WordTextEncoder):
         return EncoderEntry("words", WORDS, reader.reads_empty)
-    elif isinstance(reader.encoder, TextEncoder) and type(reader.encoder).__name__ in ENCODERS:
-        kind, source = type(reader.encoder).__name__, reader.encoder.source
     else:
-        raise SettingError(
-            f"the text encoder must be one of {', '.join(ENCODERS)} to be saved; got {type(reader.encoder).__name__}. Load the model "
-            "with a folder or a hub name as text_encoder."
-        )
-    return EncoderEntry(kind, str(source) if is_hub_name(source) else str(Path(source).expanduser().resolve()), reader.reads_empty)
+        kind, source = type(reader.encoder).__name__, getattr(reader.encoder, "source", "")
+        expected = f"one of {', '.join(ENCODERS)} to be saved: load the model with a folder or a hub name as text_encoder"
+        require(isinstance(reader.encoder, TextEncoder) and kind in ENCODERS, "the text encoder", expected, kind)
+    source = str(source) if is_hub_name(source) else str(expanded(source).resolve())
+    return EncoderEntry(cast(Any, kind), source, reader.reads_empty)
 
 
 def load_saved(folder: Path, *, text_encoder: Any = None, dtype: Any = None, **options: Any) -> Pipeline:
@@ -171,8 +166,7 @@ def load_saved(folder: Path, *, text_encoder: Any = None, dtype: Any = None, **o
     index = read_index(folder)
     if index.text_encoder is not None and text_encoder is None:
         text_encoder = folder / WORDS if index.text_encoder.kind == "words" else index.text_encoder.source
-    saved_dtype = next(known for known in DTYPES if str(known) == f"torch.{index.dtype}")
-    return load(index.spec(folder), text_encoder=text_encoder, dtype=dtype or saved_dtype, **options)
+    return load_model(index.spec(folder), text_encoder=text_encoder, dtype=dtype or getattr(torch, index.dtype), **options)
 
 
 def read_index(folder: Path) -> Index:

@@ -127,9 +127,7 @@ class StagePlan:
         for span in self.spans:
             inside = [layer for layer in self.observed if layer in span.layers]
             if span.whole_stage and self.num_tokens is not None:
-                raise ValueError(
-                    f"the span {span.layers} ({span.key}) needs every cell of the stage, of which only {self.num_tokens} are kept"
-                )
+                raise ValueError(f"the span {span.layers} ({span.key}) needs every cell of the stage, which another method reduces")
             if inside:
                 raise ValueError(f"block {inside[0]} cannot be observed: the span {span.layers} ({span.key}) runs it as a group")
 

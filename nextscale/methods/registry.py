@@ -12,17 +12,13 @@ from importlib.metadata import EntryPoint, entry_points
 
 from ..errors import SettingError
 from .auto import Auto
-from .code import CoDe
 from .combine import Combined
 from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
 from .method import Method
-from .scalekv import ScaleKV
 from .skip import SkipStages
-from .skipvar import SkipVAR
 from .sparsevar import SparseVAR
 from .stagevar import StageVAR
-from .tome import ToMe
 
 MethodLike = Method | str | Sequence[Method | str] | None
 
@@ -33,12 +29,9 @@ METHODS: dict[str, type[Method]] = {
     "sparsevar": SparseVAR,
     "fastvar": FastVAR,
     "stagevar": StageVAR,
-    "tome": ToMe,
-    "scalekv": ScaleKV,
-    "skipvar": SkipVAR,
-    "code": CoDe,
     "auto": Auto,
 }
+RESEARCH = ("code", "litevar", "pitome", "scalekv", "skipvar", "sparsevit", "sparvar", "stagevar_variants", "tome", "zipvl")
 ENTRY_POINTS = "nextscale.methods"  # the group in which other packages register their methods by name
 
 
@@ -57,6 +50,8 @@ def method_class(name: str) -> type[Method]:
     if name in METHODS:
         return METHODS[name]
     if name not in plugins():
+        if name in RESEARCH:
+            raise SettingError(f"method {name!r} is a plug-in of this project's research/ folder. Install it: pip install ./research")
         close = difflib.get_close_matches(name, method_names(), n=1)
         hint = f"; did you mean {close[0]}?" if close else "."
         known = f"Known methods: {', '.join(method_names())}. Packages can add more: see docs/adding-a-method.md."
@@ -162,5 +157,4 @@ def standard_methods(stages: int) -> dict[str, str]:
         **({"StageVAR, no stage skipped": f"stagevar:alphas={ {stages - 1: 0.96} }"} if skips else {}),
         "guidance dropped": "dropguidance",
         "guidance dropped, unconditional rows kept": "dropguidance:kept_rows=uncond",
-        "ToMe": "tome",
     }

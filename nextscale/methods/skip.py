@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import SettingError
 from ..stage import Schedule
-from ..validation import is_int
+from ..validation import is_int, require, require_stages
 from .method import DENSE, Method, Plans, StagePlan
-from .stages import present_stages, stage_indices
 
 if TYPE_CHECKING:
     from ..models.base import NextScaleModel
@@ -38,3 +38,16 @@ class SkipStages(Method):
             raise SettingError(f"cannot skip {self.last} of {len(schedule)} stages: choose 0 to {len(schedule) - 1}")
         skipped = {*present_stages(self.stages, schedule), *range(len(schedule) - self.last, len(schedule))}
         return tuple(StagePlan(skip=True) if stage.index in skipped else DENSE for stage in schedule)
+
+
+def stage_indices(stages: Sequence[int]) -> tuple[int, ...]:
+    """Returns checked stage indices in order, each once."""
+    good = isinstance(stages, Sequence) and all(map(is_int, stages))
+    require(good, "stages", "a tuple of stage indices from 0", stages)
+    return tuple(sorted({int(stage) for stage in stages}))
+
+
+def present_stages(stages: Sequence[int], schedule: Schedule) -> Sequence[int]:
+    """Returns these stage indices; raises SettingError if the schedule does not have them."""
+    require_stages("stages", stages, len(schedule))
+    return stages

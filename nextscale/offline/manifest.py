@@ -1,14 +1,14 @@
 """The manifest of a folder of images: one JSON line per image."""
 
-from __future__ import annotations
-
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import NextscaleError
+from ..io import regular
 from ..serialization import from_plain, parse_json
 
 PATTERN = "manifest*.jsonl"
@@ -38,11 +38,9 @@ class Entry:
 
     def matches(self, folder: Path) -> bool:
         """Returns True if the file has the content that was written."""
-        try:
-            file = folder / self.file
-            return file.is_file() and sha256_of(file) == self.sha256
-        except OSError:
-            return False
+        with suppress(OSError):
+            return (folder / self.file).is_file() and sha256_of(folder / self.file) == self.sha256
+        return False
 
 
 def sha256_of(file: Path) -> str:
@@ -56,17 +54,16 @@ def manifest_files(folder: Path) -> list[Path]:
 
 def read_manifest(file: Path) -> list[Entry]:
     """Reads the entries. Ignores a last line that a killed process left unfinished; any other line that is no entry is an error."""
-    if not file.is_file():  # a pipe may never end
-        raise NextscaleError(f"the manifest {file} is not a regular file: move it away, or choose another folder")
     try:
-        lines = file.read_bytes().split(b"\n")[:-1]
+        lines = regular(file).read_bytes().split(b"\n")[:-1]
     except OSError as error:
-        raise NextscaleError(f"the manifest {file} cannot be read ({error}): check its permissions") from error
+        raise NextscaleError(f"the manifest {file} cannot be read ({error}): check its permissions, or choose another folder") from error
     entries = []
-    for number, line in enumerate(lines, start=1):
+    for line in lines:
         try:
             entries.append(from_plain(Entry, parse_json(line), "entry"))
         except ValueError as error:
+            number = len(entries) + 1
             raise NextscaleError(
                 f"{file}, line {number} is no line of a manifest ({error}): move it away, or choose another folder"
             ) from error

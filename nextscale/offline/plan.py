@@ -1,14 +1,13 @@
 """Plans the batches of a run, which depend neither on existing images nor on the number of shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..errors import PromptError, SettingError
+from ..errors import PromptError
 from ..io import IMAGE_FORMATS
 from ..request import is_seed
 from ..stage import Schedule
+from ..validation import require
 from .prompts import SamplePrompt
 
 MAX_IMAGES = 10_000_000  # whose plan takes about 6 GB
@@ -62,32 +61,21 @@ def plan_batches(
     Image k of prompt i has the seed `seed + i * seeds + k`, or the prompt's own seed plus k. read: returns a prompt's text as the pipeline
     takes it. schedule: returns the size of its images.
     """
-    if suffix not in IMAGE_FORMATS:
-        raise SettingError(f"format must be one of {', '.join(IMAGE_FORMATS)}; got {suffix!r}")
-    if seeds * len(prompts) > MAX_IMAGES:
-        raise SettingError(f"a run must have at most {MAX_IMAGES:,} images; got {seeds * len(prompts):,}. Give parts of the prompts")
+    require(suffix in IMAGE_FORMATS, "format", f"one of {', '.join(IMAGE_FORMATS)}", suffix)
+    require(seeds * len(prompts) <= MAX_IMAGES, "prompts", f"for at most {MAX_IMAGES:,} images, or parts of them", seeds * len(prompts))
     by_size: dict[Schedule, list[Picture]] = {}
+    files: dict[str, Picture] = {}  # some file systems ignore case
     for number, prompt in enumerate(prompts):
         first = seed + number * seeds if prompt.seed is None else prompt.seed
         words, size = read(prompt.text), schedule(prompt)
         for value in range(first, first + seeds):
-            if not is_seed(value):
-                raise PromptError(f"the seed of prompt {prompt.id!r} must be an int in [0, 2**63); got {value}")
+            require(is_seed(value), f"the seed of prompt {prompt.id!r}", "an int in [0, 2**63)", value, PromptError)
             picture = Picture(prompt.id, words, value, size, f"{prompt.id}_{value}{suffix}")
+            if (other := files.setdefault(picture.file.lower(), picture)) is not picture:  # such as "a" with seed 1 and "a_1"
+                raise PromptError(f"the prompts {other.id!r} and {prompt.id!r} would both write {picture.file}: give them other ids")
             by_size.setdefault(size, []).append(picture)
-    parts = [
-        (pictures[start : start + batch], min(batch, len(pictures)))
-        for pictures in by_size.values()
-        for start in range(0, len(pictures), batch)
-    ]
-    batches = [Batch(number, tuple(part), images) for number, (part, images) in enumerate(parts)]
-    require_names_once(batches)
+    batches: list[Batch] = []
+    for pictures in by_size.values():
+        for start in range(0, len(pictures), batch):
+            batches.append(Batch(len(batches), tuple(pictures[start : start + batch]), min(batch, len(pictures))))
     return batches
-
-
-def require_names_once(batches: Sequence[Batch]) -> None:
-    """Raises PromptError if two images have one file, such as those of "a" with seed 1 and "a_1"."""
-    seen: dict[str, Picture] = {}
-    for picture in (picture for batch in batches for picture in batch.pictures):
-        if (other := seen.setdefault(picture.file.lower(), picture)) is not picture:  # some file systems ignore case
-            raise PromptError(f"the prompts {other.id!r} and {picture.id!r} would both write {picture.file}: give them other ids")

@@ -1,8 +1,5 @@
 """Reads prompt files: text, JSONL, and tar shards of captioned images."""
 
-from __future__ import annotations
-
-import io
 import json
 import re
 import tarfile
@@ -12,12 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from PIL import Image
-from torch import Tensor
-
 from ..errors import PromptError
-from ..io import from_pil, regular
-from ..validation import is_int
+from ..io import regular
+from ..validation import is_int, require
 
 CAPTIONS = "captions.jsonl"  # of a shard
 MAX_MEMBER = 2**26  # bytes
@@ -41,53 +35,34 @@ class SamplePrompt:
     aspect: str | None = None
 
 
-@dataclass(frozen=True)
-class EvalPrompt:
-    """A prompt of an evaluation; style, label and the encoded real image are None where they are not known."""
-
-    text: Any  # or a class number
-    style: str | None = None
-    label: str | None = None
-    encoded: bytes | None = None
-
-    def image(self, side: int) -> Tensor:
-        """Returns the real image [1, 3, side, side] in [-1, 1]."""
-        assert self.encoded is not None
-        try:
-            return from_pil(Image.open(io.BytesIO(self.encoded)), (side, side))
-        except (Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
-            raise PromptError(f"the image of {self.text!r} is damaged ({error}): fetch its file again") from error
-
-
 def read_sample_prompts(file: Path, limit: int | None = None) -> list[SamplePrompt]:
     """Reads prompts with ids. Objects of a .jsonl file have one of PROMPT_FIELDS and may have id, seed, size and aspect; other files are
-    read as by `read_eval_prompts`. The default id is the number of the prompt, from 0."""
+    read as by `read_prompts`. The default id is the number of the prompt, from 0."""
     if file.suffix == ".jsonl":
         lines = read_lines(_text(file), file.name)
-        prompts = [_sample_prompt(fields, source, numbered(place, len(lines))) for place, (source, fields) in enumerate(lines)]
+        prompts = [_sample_prompt(line, numbered(place, len(lines))) for place, line in enumerate(lines)]
         if not prompts:
             raise PromptError(f"{file} holds no prompt: write one JSON object per line, such as " + '{"id": "fox", "prompt": "a red fox"}')
     else:
-        texts = [prompt.text for prompt in read_eval_prompts(file)]
+        texts = read_prompts(file)
         prompts = [SamplePrompt(numbered(number, len(texts)), text) for number, text in enumerate(texts)]
     if twice := [name for name, times in Counter(prompt.id for prompt in prompts).items() if times > 1]:
         raise PromptError(f"{file}: the id {twice[0]!r} stands for several prompts; ids name files: give each prompt its own")
     return evenly_spread(prompts, limit)
 
 
-def read_eval_prompts(file: str | Path, limit: int | None = None) -> list[EvalPrompt]:
-    """Reads prompts from a text file (one per line, # starts a comment), a .jsonl file whose objects have one of TEXT_FIELDS and may have
-    a style and a label, or a .tar shard. limit: take so many, evenly spread over the file."""
-    path = Path(file)
-    if path.suffix == ".tar":
-        prompts = [_eval_prompt(line, image) for line, image in zip(*read_shard(path), strict=True)]
-    elif path.suffix == ".jsonl":
-        prompts = [_eval_prompt(line) for line in read_lines(_text(path), path.name)]
+def read_prompts(file: Path, limit: int | None = None) -> list[str]:
+    """Reads a text file (one prompt per line, # starts a comment), or the TEXT_FIELDS of a .jsonl file or of a .tar shard.
+
+    limit: take so many, evenly spread over the file.
+    """
+    if file.suffix in (".tar", ".jsonl"):
+        prompts = [caption_of(line) for line in (read_shard(file)[0] if file.suffix == ".tar" else read_lines(_text(file), file.name))]
     else:
-        stripped = (line.strip() for line in _text(path).splitlines())
-        prompts = [EvalPrompt(line) for line in stripped if line and not line.startswith("#")]
+        stripped = (line.strip() for line in _text(file).splitlines())
+        prompts = [line for line in stripped if line and not line.startswith("#")]
     if not prompts:
-        raise PromptError(f"{path} holds no prompt: write one per line, or give a .jsonl file or a .tar shard with captions")
+        raise PromptError(f"{file} holds no prompt: write one per line, or give a .jsonl file or a .tar shard with captions")
     return evenly_spread(prompts, limit)
 
 
@@ -95,8 +70,7 @@ def evenly_spread(prompts: Sequence[T], limit: int | None) -> list[T]:
     """Returns at most `limit` of the prompts, evenly spread over them."""
     if limit is None or limit >= len(prompts):
         return list(prompts)
-    if limit < 1:
-        raise PromptError(f"limit must be an int of at least 1; got {limit}")
+    require(limit >= 1, "limit", "an int of at least 1", limit, PromptError)
     return [prompts[index * len(prompts) // limit] for index in range(limit)]
 
 
@@ -105,14 +79,12 @@ def read_lines(text: str, source: str) -> list[Line]:
     lines: list[Line] = []
     for number, line in enumerate(text.split("\n"), start=1):  # JSON may hold characters at which `splitlines` splits
         if line.strip():
-            name = f"{source}, line {number}"
             try:
-                fields = json.loads(line)
+                lines.append((f"{source}, line {number}", json.loads(line)))
             except (ValueError, RecursionError) as error:
-                raise PromptError(f"{name} is no JSON ({error}): write one object with a prompt per line") from error
-            if not isinstance(fields, dict):
-                raise PromptError(f"{name}: expected an object with a prompt; got {line[:80]!r}")
-            lines.append((name, fields))
+                raise PromptError(f"{source}, line {number} is no JSON ({error}): write one object with a prompt per line") from error
+            if not isinstance(lines[-1][1], dict):
+                raise PromptError(f"{source}, line {number}: expected an object with a prompt; got {line[:80]!r}")
     return lines
 
 
@@ -149,8 +121,7 @@ def caption_of(line: Line, names: Sequence[str] = TEXT_FIELDS) -> str:
 def word_of(line: Line, name: str) -> str | None:
     """Returns the string under a name, or None if it is empty or missing."""
     value = line[1].get(name)
-    if value is not None and not isinstance(value, str):
-        raise PromptError(f"{line[0]}: {name} must be a string; got {value!r:.80}")
+    require(value is None or isinstance(value, str), f"{line[0]}: {name}", "a string", value, PromptError)
     return value or None
 
 
@@ -161,7 +132,7 @@ def numbered(number: int, count: int) -> str:
 
 def is_unicode(text: str) -> bool:
     """Returns False if the text has surrogates, which JSON may name but no file can hold."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+    return text == text.encode(errors="ignore").decode()
 
 
 def _text(path: Path) -> str:
@@ -182,26 +153,21 @@ def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     return file.read()
 
 
-def _eval_prompt(line: Line, encoded: bytes | None = None) -> EvalPrompt:
-    return EvalPrompt(caption_of(line), word_of(line, "style"), word_of(line, "label"), encoded)
-
-
-def _sample_prompt(fields: Mapping[str, Any], source: str, default_id: str) -> SamplePrompt:
+def _sample_prompt(line: Line, default_id: str) -> SamplePrompt:
+    source, fields = line
     seed, name = fields.get("seed"), fields.get("id")
-    if seed is not None and not is_int(seed):
-        raise PromptError(f"{source}: seed must be an int of at least 0; got {seed!r}")
+    require(seed is None or is_int(seed), f"{source}: seed", "an int of at least 0", seed, PromptError)
     name = default_id if name is None else str(name) if is_int(name) else name
-    if not isinstance(name, str) or not SAFE_ID.fullmatch(name):
-        raise PromptError(f"{source}: id must be up to 120 letters, digits, dots, underscores and dashes, to name files; got {name!r:.80}")
-    text = caption_of((source, fields), PROMPT_FIELDS)
-    return SamplePrompt(name, text, seed, *(_shape(fields.get(key), f"{source}: {key}") for key in ("size", "aspect")))
+    fits = isinstance(name, str) and SAFE_ID.fullmatch(name)
+    require(fits, f"{source}: id", "up to 120 letters, digits, dots, underscores and dashes, to name files", name, PromptError)
+    return SamplePrompt(
+        name, caption_of(line, PROMPT_FIELDS), seed, *(_shape(fields.get(key), f"{source}: {key}") for key in ("size", "aspect"))
+    )
 
 
 def _shape(value: Any, name: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    if is_int(value, 1):
-        return str(value)
-    if isinstance(value, Sequence) and len(value) == 2 and all(is_int(side, 1) for side in value):
-        return "x".join(map(str, value))
-    raise PromptError(f"{name} must be written as on the command line, such as '512x512' or '16:9'; got {value!r:.80}")
+    sides = value if isinstance(value, list) and len(value) == 2 else [value]
+    require(all(is_int(side, 1) for side in sides), name, "written as on the command line, such as '512x512' or '16:9'", value, PromptError)
+    return "x".join(map(str, sides))

@@ -119,11 +119,10 @@ def sample(
     with writing:
         for turn, batch in enumerate(todo):
             output = generator.output(batch)
-            if turn == 0:
-                started = time.perf_counter()
             chosen = [(place, picture) for place, picture in enumerate(batch.pictures) if picture.file not in there]
+            if turn == 0:
+                started, untimed = time.perf_counter(), len(chosen)
             writing.add(output, chosen)
-            untimed = len(chosen) if turn == 0 else untimed
     seconds = time.perf_counter() - started
     return Done(writing.written, len(there), seconds, writing.written - untimed)
 

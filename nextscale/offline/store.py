@@ -82,8 +82,8 @@ class Store:
         lines = self.read(batches)
         asked = [(file, entry) for file, entry in lines if entry.file in planned]
         with ThreadPoolExecutor(WRITERS) as threads:
-            whole = list(threads.map(lambda one: one[1].matches(self.out), asked))
-        good = {entry.file: (file, entry) for (file, entry), matches in zip(asked, whole, strict=True) if matches}
+            whole = threads.map(lambda one: one[1].matches(self.out), asked)
+            good = {entry.file: (file, entry) for (file, entry), matches in zip(asked, whole, strict=True) if matches}
         kept = [entry for file, entry in good.values() if file == self._manifest]
         self._warn_of_versions(entry for _, entry in good.values())
         if not (lacking := len(planned - good.keys())):
@@ -97,10 +97,8 @@ class Store:
     def write(self, picture: Picture, image: Encoded, **versions: Any) -> Entry:
         """Writes the file, without its line in the manifest; thread-safe. versions: of this image only."""
         self._put(self.out / picture.file, image.content)
-        settings = self._settings_of(picture)
-        return Entry(
-            picture.file, picture.id, picture.prompt, picture.seed, image.size, settings, image.sha256, {**self._versions, **versions}
-        )
+        settings, versions = self._settings_of(picture), {**self._versions, **versions}
+        return Entry(picture.file, picture.id, picture.prompt, picture.seed, image.size, settings, image.sha256, versions)
 
     def record(self, entry: Entry) -> None:
         """Appends the line of a written image."""
@@ -116,8 +114,7 @@ class Store:
     def arrange(self, batches: Sequence[Batch]) -> None:
         """Sorts the shard's manifest into the order of the plan."""
         order = {picture.file: number for number, picture in enumerate(picture for batch in batches for picture in batch.pictures)}
-        entries = sorted(read_manifest(self._manifest), key=lambda entry: order.get(entry.file, -1))
-        self._rewrite(entries)
+        self._rewrite(sorted(read_manifest(self._manifest), key=lambda entry: order.get(entry.file, -1)))
 
     def _rewrite(self, entries: Iterable[Entry]) -> None:
         self._put(self._manifest, "".join(entry.line for entry in entries).encode(), lasting=True)

@@ -60,17 +60,6 @@ class StageCost:
     def share(self, dense: StageCost) -> float:
         return self.total / dense.total
 
-    def beside(self, other: StageCost) -> StageCost:
-        """The cost of both, of other images. What is said of a row is the mean over all rows."""
-        rows = self.rows + other.rows
-        mean = {
-            name: (self.rows * getattr(self, name) + other.rows * getattr(other, name)) / max(rows, 1)
-            for name in ("tokens", "computed", "keys", "held")
-        }
-        whole = {name: round(value) for name, value in mean.items() if name != "computed"}
-        sums = {name: getattr(self, name) + getattr(other, name) for name in ("linear", "attention", "head")}
-        return StageCost(self.stage, rows, computed=mean["computed"], **whole, **sums)
-
 
 @dataclass(frozen=True, slots=True)
 class RequestCost:
@@ -101,10 +90,6 @@ class RequestCost:
 
     def share(self, dense: RequestCost) -> float:
         return self.total / dense.total
-
-    def beside(self, other: RequestCost) -> RequestCost:
-        """The cost of both, of other images at the same stages."""
-        return RequestCost(tuple(mine.beside(theirs) for mine, theirs in zip(self.stages, other.stages, strict=True)))
 
 
 def request_cost(

@@ -1,7 +1,5 @@
 """Models of a server, and the validation of requests before they wait."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +9,11 @@ from typing import Any
 
 from ..errors import NextscaleError, PromptError, SettingError, UnknownModel
 from ..guidance import ResolvedGuidance, resolve_guidance
-from ..methods.code import CoDe
 from ..methods.combine import Combined
 from ..methods.method import Method
 from ..methods.registry import resolve_method
 from ..methods.skip import SkipStages
+from ..methods.strategy import Strategy
 from ..pipeline import Pipeline
 from ..planning.memory import ASSUMED_KEPT
 from ..request import check_plans, image_seeds, resolve_sampling
@@ -184,7 +182,7 @@ class Catalogue:
         method = self._default if request.method is None else parse_method(request.method)
         with about("method"):
             method = served.pipeline.settled(method, schedule)  # for one image: `auto` must not depend on who shares the batch
-        if isinstance(method, CoDe):
+        if isinstance(method, Strategy) and method.second_model:
             raise refused("method", f"method must run one model; got {method.label}, which runs a second one beside {served.name}")
         plans, last = served.plans(method, schedule, guided, "method"), len(schedule) - 1
         left = 0 if request.stop_after_stage is None else last - request.stop_after_stage

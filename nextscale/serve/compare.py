@@ -1,17 +1,15 @@
 """Compares two images for the studio: PSNR, SSIM and LPIPS."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from threading import Event
 from typing import Any
 
 import torch
 from starlette.requests import Request
-from torch import Tensor
 
-from ..errors import CheckpointError, JobCancelled, Overloaded
+from ..errors import JobCancelled, Overloaded
 from ..metrics import Lpips
 from ..metrics.lpips import SMALLEST_SIDE
 from ..metrics.pixels import WINDOW, psnr, ssim
@@ -33,8 +31,6 @@ class Comparer:
         self._limits = limits
         self._thread = ThreadPoolExecutor(1, "nextscale-compare")
         self._open = 0  # requests
-        self._lpips: Lpips | None = None
-        self._missing: str | None = None
 
     async def answer(self, request: Request) -> dict[str, Any]:
         """Reads and compares two images. Raises Overloaded if too many requests wait, JobCancelled if the client leaves."""
@@ -61,27 +57,22 @@ class Comparer:
             if left.is_set():
                 raise JobCancelled("the client has left")
 
-        def decoded(name: str) -> Tensor:
+        images = []
+        for name in ("a", "b"):
             stay()
-            return decoded_png(getattr(pair, name), name, self._limits.pixels)
-
-        a, b = decoded("a"), decoded("b")
+            images.append(decoded_png(getattr(pair, name), name, self._limits.pixels))
+        a, b = images
         if a.shape != b.shape:
             raise refused("b", f"b must have the size of a, {a.shape[3]}x{a.shape[2]}; got {b.shape[3]}x{b.shape[2]}")
-        network, side = self._network(), min(a.shape[2:])
-        answer: dict[str, Any] = {"lpips_missing": self._missing}
+        side = min(a.shape[2:])
         stay()
-        answer["psnr"] = min(round(float(psnr(a, b)), 3), MAX_PSNR)
+        answer: dict[str, float | None] = {"psnr": min(round(float(psnr(a, b)), 3), MAX_PSNR)}
         stay()
         answer["ssim"] = round(float(ssim(a, b)), 5) if side >= WINDOW else None
         stay()
-        answer["lpips"] = None if network is None or side < SMALLEST_SIDE else round(float(network(a, b)), 5)
+        answer["lpips"] = round(float(self._lpips(a, b)), 5) if side >= SMALLEST_SIDE else None
         return answer
 
-    def _network(self) -> Lpips | None:
-        if self._lpips is None and self._missing is None:
-            try:
-                self._lpips = Lpips.load()
-            except CheckpointError:
-                self._missing = "the network of LPIPS is not on the server: see docs/serving.md"
-        return self._lpips
+    @cached_property
+    def _lpips(self) -> Lpips:
+        return Lpips.load()

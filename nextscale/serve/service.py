@@ -68,14 +68,15 @@ class Service:
 
     def start(self, failed: Callable[[], None]) -> None:
         """Loads in the background; calls `failed` after an error."""
-        Thread(target=self._load_or_fail, args=(failed,), name="nextscale-loading", daemon=True).start()
 
-    def _load_or_fail(self, failed: Callable[[], None]) -> None:
-        try:
-            self.open()
-        except BaseException as error:
-            self.error = error
-            failed()
+        def load() -> None:
+            try:
+                self.open()
+            except BaseException as error:
+                self.error = error
+                failed()
+
+        Thread(target=load, name="nextscale-loading", daemon=True).start()
 
     def open(self) -> None:
         """Loads and warms up the models, then accepts requests."""
@@ -90,11 +91,8 @@ class Service:
         catalogue = Catalogue(served, content.aliases, content.method, settings.limits)
         self._batcher = Batcher(
             devices,
-            max_batch=settings.max_batch,
-            batch_delay=settings.batch_delay,
-            max_queue=settings.max_queue,
             on_batch=self.metrics.batch_done,
-            same_images=settings.same_images,
+            **settings.model_dump(include={"max_batch", "batch_delay", "max_queue", "same_images"}),
         )
         self.metrics.watch(self._batcher, [pair for pipelines in devices for pair in pipelines.items()])
         if self._draining:

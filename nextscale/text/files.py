@@ -1,9 +1,8 @@
 """The files of a text encoder, in a folder on this machine or on the hub."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from importlib import import_module
+from pathlib import Path
 
 from ..checkpoints.files import read_object, shard_names
 from ..checkpoints.hub import cached_snapshot, snapshot
@@ -23,26 +22,24 @@ class EncoderFiles:
     tokenizer_needs: tuple[tuple[str, ...], ...]  # one file of each entry
     tokenizer_helps: tuple[str, ...]
     tokenizer_folder: str = ""
-    model_folder: str = ""
+    model_folder: str = ""  # with a slash at the end
     model_types: tuple[str, ...] = ()  # in config.json; empty: any whose weights fit
 
     @property
     def needed(self) -> tuple[tuple[str, ...], ...]:
-        tokenizer = (inside(self.tokenizer_folder, names) for names in self.tokenizer_needs)
-        return (inside(self.model_folder, (CONFIG,)), *tokenizer, inside(self.model_folder, (WEIGHTS, INDEX)))
+        return ((self.model_folder + CONFIG,), *self.tokenizer_needs, (self.model_folder + WEIGHTS, self.model_folder + INDEX))
 
     @property
     def downloaded(self) -> tuple[str, ...]:
         """Patterns of everything that is fetched from the hub."""
-        needed = (name for names in self.needed for name in names)
-        return (*needed, *inside(self.tokenizer_folder, self.tokenizer_helps), *inside(self.model_folder, (SHARDS,)))
+        return (*(name for names in self.needed for name in names), *self.tokenizer_helps, self.model_folder + SHARDS)
 
     def absent(self, folder: Path) -> list[str]:
         """Returns the needed files that are absent; empty if the folder can be loaded."""
         absent = [" or ".join(names) for names in self.needed if not any((folder / name).is_file() for name in names)]
         index = folder / self.model_folder / INDEX
         if index.is_file() and not index.with_name(WEIGHTS).is_file():
-            absent += [name for name in inside(self.model_folder, shard_names(index)) if not (folder / name).is_file()]
+            absent += [self.model_folder + name for name in shard_names(index) if not (index.parent / name).is_file()]
         return absent
 
     def open(self, given: str | Path, download: bool = True) -> Path:
@@ -74,18 +71,17 @@ class EncoderFiles:
 
     def unavailable(self, given: str | Path, problem: str) -> TextEncoderUnavailable:
         repository = given if is_hub_name(given) else self.repository
-        helpful = ", ".join(inside(self.tokenizer_folder, self.tokenizer_helps))
+        wanted = ", ".join(" or ".join(names) for names in self.needed)
         return TextEncoderUnavailable(
-            f"text encoder {str(given)!r} {problem} Fetch {', '.join(' or '.join(names) for names in self.needed)} (with its shards) and "
-            f'{helpful} from https://huggingface.co/{repository} into any folder and pass that folder: text_encoder="<folder>".'
+            f"text encoder {str(given)!r} {problem} Fetch {wanted} (with its shards) and {', '.join(self.tokenizer_helps)} from "
+            f'https://huggingface.co/{repository} into any folder and pass that folder: text_encoder="<folder>".'
         )
 
-    def missing_extra(self, module: str) -> MissingExtra:
-        return MissingExtra(f"the {self.kind} text encoder needs the package {module!r}: pip install 'nextscale[text]'.")
-
-
-def inside(folder: str, names: tuple[str, ...] | list[str]) -> tuple[str, ...]:
-    return tuple(str(PurePosixPath(folder, name)) for name in names)
+    def require_package(self, module: str) -> None:
+        try:
+            import_module(module)
+        except ImportError as error:
+            raise MissingExtra(f"the {self.kind} text encoder needs the package {module!r}: pip install 'nextscale[text]'.") from error
 
 
 def is_hub_name(source: str | Path) -> bool:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .encoder import TextEncoder, checked_limit
+from ..validation import require
+from .encoder import TextEncoder
 from .features import TextFeatures
 from .files import EncoderFiles
 
@@ -42,7 +43,8 @@ class QwenEncoder(TextEncoder):
     limit_name = "tokens"
 
     def __init__(self, source: str | Path, *, tokens: int = 300, system_prompt: str | None = SYSTEM_PROMPT, **options: Any) -> None:
-        self.tokens = checked_limit("tokens", tokens)
+        require(tokens >= 1, "tokens", "an int of at least 1", tokens)
+        self.tokens = tokens
         super().__init__(source, **options)
         system_ids = [] if system_prompt is None else self._tokenizer(system_prompt)["input_ids"]
         self._system_ids = torch.tensor(system_ids, dtype=torch.long)

@@ -1,14 +1,11 @@
 """Features without an encoder, for tests and speed measurements."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from typing import Self
 
 import torch
 
-from ..errors import SettingError
 from .encoder import check_prompts
 from .features import TextFeatures
 
@@ -22,14 +19,7 @@ class RandomEncoder:
     """
 
     def __init__(self, channels: int, *, tokens: int | None = None, pooled: bool = False, device: torch.device | str = "cpu") -> None:
-        if channels < 1:
-            raise SettingError(f"channels must be an int of at least 1; got {channels}.")
-        if tokens is not None and tokens < 1:
-            raise SettingError(f"tokens must be an int of at least 1, or None for rows without padding; got {tokens}.")
-        self.channels = channels
-        self.tokens = tokens
-        self.pooled = pooled
-        self.device = torch.device(device)
+        self.channels, self.tokens, self.pooled, self.device = channels, tokens, pooled, torch.device(device)
 
     def to(self, device: torch.device | str) -> Self:
         self.device = torch.device(device)

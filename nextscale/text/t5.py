@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .encoder import TextEncoder, checked_limit
+from ..validation import require
+from .encoder import TextEncoder
 from .features import TextFeatures, pad
 from .files import EncoderFiles
 
@@ -52,7 +52,8 @@ class T5Encoder(TextEncoder):
     limit_name = "max_length"
 
     def __init__(self, source: str | Path, *, max_length: int = 512, **options: Any) -> None:
-        self.max_length = checked_limit("max_length", max_length)
+        require(max_length >= 1, "max_length", "an int of at least 1", max_length)
+        self.max_length = max_length
         super().__init__(source, **options)
 
     def _encode(self, prompts: list[str]) -> TextFeatures:
@@ -62,10 +63,7 @@ class T5Encoder(TextEncoder):
     def _load_tokenizer(self, folder: Path) -> PreTrainedTokenizerBase:
         if not (folder / "tokenizer.json").is_file():  # transformers fails on spiece.model with a message about another tokenizer
             for module in ("sentencepiece", "google.protobuf"):
-                try:
-                    import_module(module)
-                except ImportError as error:
-                    raise self.files.missing_extra(module) from error
+                self.files.require_package(module)
         return super()._load_tokenizer(folder)
 
     def _load_model(self, folder: Path, **settings: Any) -> Any:

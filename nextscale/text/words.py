@@ -1,7 +1,5 @@
 """The text encoder of `nano`: frozen word vectors under a few trained layers. It needs no further package."""
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata
@@ -19,7 +17,7 @@ from ..checkpoints import Checkpoint, Layout, NoInitialValues, open_checkpoint, 
 from ..errors import CheckpointError, PromptError, SettingError
 from ..io import expanded
 from ..serialization import from_plain, parse_json
-from ..validation import is_int
+from ..validation import is_int, require
 from .encoder import check_length, check_prompts
 from .features import TextFeatures, pad
 
@@ -126,10 +124,8 @@ class WordEncoderConfig:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if not is_int(value, least=1):
-                raise SettingError(f"{name} of a word encoder must be an int of at least 1; got {value!r}.")
-        if self.width % self.heads:
-            raise SettingError(f"heads of a word encoder must divide its width {self.width}; got {self.heads}.")
+            require(is_int(value, least=1), f"{name} of a word encoder", "an int of at least 1", value)
+        require(self.width % self.heads == 0, "heads of a word encoder", f"a divisor of its width {self.width}", self.heads)
 
 
 class Layer(nn.Module):

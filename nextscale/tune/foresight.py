@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,23 +18,6 @@ TOP = 0.4  # of the cells
 
 Foresight = Mapping[tuple[int, int], float]
 """First block and last block + 1 to a share."""
-
-
-@dataclass
-class Watcher:
-    """Changes of the hidden states of the conditional rows, over groups of blocks of the late stages."""
-
-    images: int
-    groups: Sequence[tuple[int, int]]  # first block and last block + 1
-    entered: dict[int, Tensor] = field(default_factory=dict)  # block to its input
-    changes: dict[tuple[int, tuple[int, int]], GridMap] = field(default_factory=dict)  # (stage, group) to [B, cells, 1]
-
-    def watch(self, stage: Stage, layer: int, before: Tensor, after: Tensor) -> None:
-        self.entered[layer] = before[: self.images].clone()
-        for group in self.groups:
-            if group[1] == layer + 1:
-                change = feature_change(self.entered[group[0]], after[: self.images])
-                self.changes[stage.index, group] = GridMap(change[..., None], stage.size)
 
 
 def block_groups(depth: int) -> list[tuple[int, int]]:
@@ -55,17 +37,25 @@ def foresight(pipeline: Pipeline, schedule: Schedule, prompts: Sequence[Any], se
     These places are the 40 % of the cells with the largest change. Mean over images and stages; chance is 0.4.
     """
     shown: dict[int, Tensor] = {}
+    entered: dict[int, Tensor] = {}  # block to its input
+    changes: dict[tuple[int, tuple[int, int]], GridMap] = {}  # (stage, group) to [B, cells, 1]
+    groups = block_groups(len(pipeline.model.blocks))
     first = max(0, len(schedule) - late - 1)
 
     def keep(preview: Preview) -> None:
         if preview.done.stage.index >= first:
             shown[preview.done.stage.index] = preview.tokenizer.decode(preview.latent).float()
 
-    watcher = Watcher(len(prompts), block_groups(len(pipeline.model.blocks)))
-    watched = frozenset(range(first, len(schedule) - 1))
-    pipeline(list(prompts), seed=list(seeds), size=schedule, method=FeatureProbe((watcher.watch,), stages=watched), on_stage=keep)
+    def watch(stage: Stage, layer: int, before: Tensor, after: Tensor) -> None:
+        entered[layer] = before[: len(prompts)].clone()
+        for group in (group for group in groups if group[1] == layer + 1):
+            change = feature_change(entered[group[0]], after[: len(prompts)])  # of the conditional rows
+            changes[stage.index, group] = GridMap(change[..., None], stage.size)
+
+    probe = FeatureProbe((watch,), stages=frozenset(range(first, len(schedule) - 1)))
+    pipeline(list(prompts), seed=list(seeds), size=schedule, method=probe, on_stage=keep)
     found: dict[tuple[int, int], list[float]] = {}
-    for (index, group), change in watcher.changes.items():
+    for (index, group), change in changes.items():
         stage = schedule[index + 1]
         moved = image_change(shown[index], shown[stage.index], stage.size)
         found.setdefault(group, []).append(captured(change.at(stage.size)[..., 0], moved))

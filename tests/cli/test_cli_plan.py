@@ -153,8 +153,8 @@ def test_memory_is_reserved_for_what_is_planned(half: None) -> None:
         model = build_model(model_spec("var-d16").model).bfloat16()
     reserved = model.cache_spec(model.schedule, rows=2).bytes
     assert plain["memory"]["reserved"] == reserved
-    # Two rows of all stages but the last three and half of the first of those, before the others leave.
-    assert reduced["memory"]["reserved"] == 16 * 2 * 2 * (model.schedule[7].start + 50) * 1024 * 2
+    # Two rows of all stages but the last two: memory is for all cells, since images may keep them all.
+    assert reduced["memory"]["reserved"] == 16 * 2 * 2 * (model.schedule[7].start + 100) * 1024 * 2
     early = model.schedule[-1].start
     assert plain["memory"]["dense"] == plain["memory"]["planned"] == reduced["memory"]["dense"] == 16 * 2 * 2 * early * 1024 * 2
     # Two rows of all stages but the last three, and half of the first of those: later stages have one row.

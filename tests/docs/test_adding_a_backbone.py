@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from nextscale import Pipeline, Schedule, SkipStages
 from nextscale.checkpoints import published_tensors, write_weights
 from nextscale.errors import SizeError, WeightsMismatch
-from nextscale.io import from_pil
 from nextscale.loading import presets, saved
 from nextscale.loading.load import fill_random, load_module, random_encoder
 from nextscale.planning.cost import Workload
 from nextscale.planning.memory import request_memory
+from nextscale_research.quality.prompts import from_pil
 from tests.helpers.tiny import assert_same_bits
 
 PAGE = Path(__file__).parents[2] / "docs" / "adding-a-backbone.md"

@@ -118,3 +118,28 @@ def test_the_architecture_names_every_room() -> None:
     }
     missing = sorted(name for name in names if not name.startswith("__") and f"`{name}" not in rooms)
     assert not missing, f"docs/architecture.md, Rooms: add {', '.join(missing)}"
+
+
+def defined() -> dict[str, set[str]]:
+    """Returns the names of all classes and modules' constants of the packages, each with its members."""
+    found: dict[str, set[str]] = {}
+    for file in [*(PROJECT / "nextscale").rglob("*.py"), *(PROJECT / "research").rglob("*.py")]:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                members = {getattr(one, "name", None) or getattr(getattr(one, "target", None), "id", "") for one in node.body}
+                found.setdefault(node.name, set()).update(members)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.setdefault(node.id, set())
+    return found
+
+
+@pytest.mark.parametrize("name", ["architecture", "adding-a-method", "adding-a-backbone"])
+def test_files_and_classes_of_the_extension_pages_are_there(name: str) -> None:
+    text = re.sub(r"```.*?```", "", (PROJECT / "docs" / f"{name}.md").read_text(), flags=re.DOTALL)
+    known = defined()
+    for span in re.findall(r"`([^`\n]+)`", text):
+        if re.fullmatch(r"[\w/]+(\.py|/)", span) and "NAME" not in span:
+            assert (PROJECT / span).exists() or (PROJECT / "nextscale" / span).exists(), span
+        elif match := re.fullmatch(r"([A-Z][a-z]\w*)(?:\.(\w+))?", span):
+            assert match[1] in known, span
+            assert match[2] is None or match[2] in known[match[1]], span

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe
+from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR
 from nextscale.canvas import Canvas
 from nextscale.engine import captures
 from nextscale.engine.memory import DeviceMemory
@@ -21,7 +21,7 @@ from nextscale.guidance import StageGuidance
 from nextscale.methods.method import MethodRun, RunSetup
 from nextscale.output import Output, Preview
 from nextscale.stage import Schedule, Stage
-from nextscale_research.methods import StageVARVariants
+from nextscale_research.methods import StageVARVariants, ToMe
 from tests.helpers.tape import Dispatched, play_graphs_on_the_cpu
 from tests.helpers.tiny import (
     CROSS_ATTENTION_FAMILIES,

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe
+from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR
 from nextscale.engine import captures
 from nextscale.loading.load import random_pipeline
 from nextscale.methods.combine import Combined
 from nextscale.pipeline import Pipeline
-from nextscale_research.methods import litevar, sparvar
+from nextscale_research.methods import ToMe, litevar, sparvar
 from tests.helpers import tiny
 from tests.helpers.pooled_tape import play_pooled_graphs_on_the_cpu
 from tests.helpers.tape import Dispatched
-from tests.methods.test_peers import PEERS, ROUTED, picked, pipeline_for, size_for, three_routes
+from tests.research.test_peers import PEERS, ROUTED, picked, pipeline_for, size_for, three_routes
 
 METHODS: dict[str, Method] = {
     "dense": Method(),

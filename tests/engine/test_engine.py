@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, ToMe, report
+from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, report
 from nextscale.device import Timer
 from nextscale.engine.buffers import TEXT_BUCKETS, StaticInputs, StaticRng, text_bucket
 from nextscale.engine.captures import obstacle
@@ -29,7 +29,7 @@ from nextscale.planning.remembered import Planning
 from nextscale.request import Request
 from nextscale.sampling import ImageRng
 from nextscale.stage import Schedule
-from nextscale_research.methods import StageVARVariants
+from nextscale_research.methods import StageVARVariants, ToMe
 from tests.helpers.tape import Dispatched, Tape, play_graphs_on_the_cpu
 from tests.helpers.tiny import (
     CLASS_FAMILIES,

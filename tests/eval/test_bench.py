@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from nextscale.errors import SettingError
 from nextscale.eval import bench as runners
 from nextscale.eval.bench import Runner, Timed, bench, choose_engines, own_captures, request_prompts
 from nextscale.loading import presets
@@ -135,8 +134,6 @@ def test_engines_by_name() -> None:
     assert choose_engines(None, CPU) == choose_engines("eager", torch.device("cuda")) == ("eager",)
     assert choose_engines(None, torch.device("cuda")) == ("graphs",)
     assert choose_engines("both", CPU) == ("eager", "graphs")
-    with pytest.raises(SettingError, match="got 'graph'"):
-        choose_engines("graph", CPU)
 
 
 # --- the command
@@ -193,7 +190,7 @@ def test_each_model_is_loaded_once(tiny: None, monkeypatch: pytest.MonkeyPatch) 
         (["-m", "nano", "--size", "100"], "no schedule generates 100x100"),
         (["--size", "100"], "no schedule generates 100x100"),  # of nano
         (["-m", "nano", "--method", "fasvar"], "did you mean fastvar"),
-        (["-m", "nano", "--engine", "fast", "--device", "cpu"], "got 'fast'"),
+        (["-m", "nano", "--engine", "fast", "--device", "cpu"], "--engine"),
         (["-m", "nano", "-m", "var-d16", "--weights", "x"], "of one model"),
         (["-m", "nanp"], "did you mean nano"),
         (["-m", "nano", "--method", "auto:speedup=2"], "Add --weights"),

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from nextscale import FastVAR, Method, Pipeline, Schedule, SparseVAR, StageVAR, ToMe
+from nextscale import FastVAR, Method, Pipeline, Schedule, SparseVAR, StageVAR
 from nextscale.errors import OutOfMemory
 from nextscale.loading.load import random_pipeline
 from nextscale.metrics.pixels import psnr, ssim
+from nextscale_research.methods import ToMe
 from nextscale_research.observe import Sample, observe, to_json, verdicts
 from nextscale_research.quality.agreement import Agreement
 from nextscale_research.quality.judge import SetJudge, judge

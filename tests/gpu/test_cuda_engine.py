@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe, kernels
+from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, kernels
 from nextscale.cache import real_entries
 from nextscale.cache.attention import attend, reads_lengths
 from nextscale.engine import allocator
@@ -19,6 +19,7 @@ from nextscale.loading.load import random_pipeline
 from nextscale.methods.combine import Combined
 from nextscale.models import feed_forward as feed_forward_module
 from nextscale.models.feed_forward import FeedForward, linear_gelu
+from nextscale_research.methods import ToMe
 from tests.helpers.tiny import FAMILIES, SPECS, TEXT_FAMILIES, prompts, text_features
 from tests.helpers.toy_methods import PlantedCounts
 

@@ -12,15 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, ToMe
+from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR
 from nextscale.loading.load import random_pipeline
 from nextscale.models.feed_forward import linear_gelu
 from nextscale.output import Output
 from nextscale.stage import Schedule
+from nextscale_research.methods import ToMe
 from tests.engine.test_captures import ReadsTheDevice
 from tests.engine.test_engine import other_prompts
 from tests.helpers.tiny import FAMILIES, KINDS, SPECS, one_prompt, prompts
-from tests.methods.test_peers import PEERS, ROUTED, acting_size, picked, spec_for, three_routes
+from tests.research.test_peers import PEERS, ROUTED, acting_size, picked, spec_for, three_routes
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -876,7 +876,11 @@ def test_the_forecast_of_a_stage() -> None:
     tap = StagePlan(observed=(1,))
     plans = SparseVAR(alpha=2, first_stage=3, blocks=1).forecast(model, schedule, kept=0.5)
     assert plans == (DENSE, DENSE, tap, replace(tap, num_tokens=10), StagePlan(num_tokens=40))
-    assert SparseVAR(alpha=2, first_stage=3, blocks=1).forecast(model, schedule) == (DENSE, DENSE, tap, tap, DENSE)
+    assert SparseVAR(alpha=2, first_stage=3, blocks=1).forecast(model, schedule) == (
+        *(DENSE, DENSE, tap),
+        replace(tap, num_tokens=16),
+        StagePlan(num_tokens=64),
+    )
     assert SparseVAR(alpha=None, first_stage=4, metric="logits").forecast(model, schedule, kept=0.25)[2:] == (
         DENSE,
         DENSE,
@@ -894,7 +898,8 @@ def test_the_forecast_holds(family: str, metric: Any) -> None:
     pipeline = tiny.shared_pipeline(family)
     _, seen = watched(family, method, images=1)
     for stage, plan in zip(seen, method.forecast(pipeline.model, tiny.schedule_of(family)), strict=True):
-        assert replace(stage.done.plan, num_tokens=None) == plan
+        assert replace(stage.done.plan, num_tokens=None) == replace(plan, num_tokens=None)
+        assert plan.num_tokens in (None, stage.done.stage.cells)
     first = method.first_reduced(tiny.shared_pipeline(family).model, tiny.schedule_of(family))
     assert all(stage.done.plan.num_tokens is None for stage in seen[:first])
 

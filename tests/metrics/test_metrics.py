@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 
 from nextscale.errors import CheckpointError, SettingError
-from nextscale.io import from_pil
 from nextscale.metrics import pixels
 from nextscale.metrics.intervals import mean_interval
 from nextscale.metrics.pixels import psnr, ssim
 from nextscale_research.metrics.efficientnet import EfficientNetLite0, central_crop
 from nextscale_research.metrics.frechet import Directions, frechet_distance
+from nextscale_research.quality.prompts import from_pil
 from tests.conftest import PROJECT
 
 NETWORKS = PROJECT.parent / "shared" / "metrics"

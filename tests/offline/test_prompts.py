@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from nextscale.errors import PromptError
-from nextscale.offline.prompts import EvalPrompt, read_eval_prompts
+from nextscale.offline.prompts import read_prompts
+from nextscale_research.quality.prompts import EvalPrompt, read_eval_prompts
 
 
 def shard(path: Path, captions: list[dict[str, str]], images: list[str]) -> Path:
@@ -31,15 +32,16 @@ def shard(path: Path, captions: list[dict[str, str]], images: list[str]) -> Path
 def test_prompt_files(tmp_path: Path) -> None:
     text = tmp_path / "prompts.txt"
     text.write_text("# three\na bee\n\n  a cat\na dog\n")
-    assert [prompt.text for prompt in read_eval_prompts(text)] == ["a bee", "a cat", "a dog"]
-    assert [prompt.text for prompt in read_eval_prompts(text, limit=2)] == ["a bee", "a cat"]
+    assert read_prompts(text) == [prompt.text for prompt in read_eval_prompts(text)] == ["a bee", "a cat", "a dog"]
+    assert read_prompts(text, limit=2) == ["a bee", "a cat"]
     lines = tmp_path / "prompts.jsonl"
     lines.write_text('{"prompt": "a bee", "id": "first"}\n')  # as `nextscale sample` takes them
-    assert [prompt.text for prompt in read_eval_prompts(lines)] == ["a bee"]
+    assert read_prompts(lines) == ["a bee"]
     lines.write_text('{"caption": "a bee", "style": "noto"}\n')
     assert read_eval_prompts(lines) == [EvalPrompt("a bee", "noto")]
     entries = [{"file": f"{name}.webp", "caption": f"a {name}", "label": name} for name in ("bee", "cat")]
     bee, cat = read_eval_prompts(shard(tmp_path / "val.tar", entries, ["bee.webp", "cat.webp"]))
+    assert read_prompts(tmp_path / "val.tar") == ["a bee", "a cat"]
     assert (cat.text, cat.label, cat.image(8).shape) == ("a cat", "cat", (1, 3, 8, 8))
     assert cat.image(8)[0, 0].mean() > bee.image(8)[0, 0].mean() + 0.3
 

@@ -361,7 +361,7 @@ def pipes_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pipe_among_the_manifests_is_refused(prompts: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "manifest-x.jsonl")
     result = run(prompts, tmp_path)
-    assert result.exit_code == 2 and "manifest-x.jsonl is not a regular file" in result.output
+    assert result.exit_code == 2 and "manifest-x.jsonl cannot be read" in result.output
 
 
 @pytest.mark.usefixtures("pipes_fail")

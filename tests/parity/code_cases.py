@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from nextscale import CoDe, Pipeline, RampGuidance, Sampling, Schedule, sampling
+from nextscale import Pipeline, RampGuidance, Sampling, Schedule, sampling
 from nextscale.canvas import to_map
 from nextscale.checkpoints import published_tensors
 from nextscale.models import Var, VarConfig
@@ -23,6 +23,7 @@ from nextscale.pipeline import Settings
 from nextscale.schedules import SquareSchedules
 from nextscale.stage import Tokens
 from nextscale.text.prompts import ClassReader
+from nextscale_research.methods import CoDe
 from tests.parity.class_cases import VAR, var_tokenizer
 from tests.parity.compare import Expected, Tolerance
 from tests.parity.infinity_cases import every

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nextscale import Schedule, SkipVAR
-from nextscale.eval.calibrate_skipvar import constant
-from nextscale.methods import skipvar
+from nextscale import Schedule
 from nextscale.methods.method import Plans, StagePlan
-from nextscale.methods.skipvar import features_of, gradient, preview_of, shrunk
-from nextscale.methods.skipvar_models import Decisions, decisions_named, published_decisions
 from nextscale.models import NextScaleModel
+from nextscale_research.methods import SkipVAR, skipvar
+from nextscale_research.methods.calibrate_skipvar import constant
+from nextscale_research.methods.skipvar import features_of, gradient, preview_of, shrunk
+from nextscale_research.methods.skipvar_models import Decisions, decisions_named, published_decisions
 from tests.parity import infinity_cases
 from tests.parity.accelerated import SettledBits, SettledDraws, drawn_bits, stated_tolerance
 from tests.parity.compare import Expected, Tolerance

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from nextscale import Schedule, sampling
-from nextscale.methods.skipvar_models import Outcome
 from nextscale.schedules import INFINITY_SIZES
+from nextscale_research.methods.skipvar_models import Outcome
 from tests.parity import code_cases, scalekv_cases, skipvar_cases
 from tests.parity.compare import Expected
 from tests.parity.infinity_cases import infinity_model, schedule_of

@@ -26,7 +26,7 @@ from nextscale.engine import executor
 from nextscale.generate import StageOutput
 from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import build_model, model_spec
-from nextscale.methods import DENSE, DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StagePlan, StageVAR, ToMe
+from nextscale.methods import DENSE, DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StagePlan, StageVAR
 from nextscale.methods.method import Span
 from nextscale.methods.registry import resolve_method
 from nextscale.models import NextScaleModel
@@ -37,7 +37,7 @@ from nextscale.pipeline import Pipeline, Preview
 from nextscale.planning.cost import RequestCost, Workload, as_run, request_cost
 from nextscale.report import Report
 from nextscale.stage import Schedule, Stage, Tokens
-from nextscale_research.methods import StageVARVariants
+from nextscale_research.methods import StageVARVariants, ToMe
 from tests.helpers import tiny
 from tests.helpers.toy_methods import KeepShare, Planned, first_tokens, keeping
 

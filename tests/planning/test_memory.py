@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale import FastVAR, Method, SparseVAR, StagePlan, StageVAR, ToMe
+from nextscale import FastVAR, Method, SparseVAR, StagePlan, StageVAR
 from nextscale.cache import CacheSpec, LayerCache, StageKeys, StageMemory, Workspace
 from nextscale.loading.presets import MODELS, build_model, build_tokenizer
 from nextscale.methods.combine import Combined
@@ -23,9 +23,9 @@ from nextscale.pipeline import Output, Preview
 from nextscale.planning.cost import Workload, as_run
 from nextscale.planning.memory import ASSUMED_KEPT, request_memory, reserved_cache, stored_bytes
 from nextscale.stage import Schedule, Tokens
-from nextscale_research.methods import StageVARVariants
+from nextscale_research.methods import StageVARVariants, ToMe
 from tests.helpers import tiny
-from tests.methods.test_peers import three_routes
+from tests.research.test_peers import three_routes
 
 IMAGES = 2
 

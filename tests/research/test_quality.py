@@ -20,7 +20,6 @@ from nextscale.errors import CheckpointError, SettingError
 from nextscale.eval.compare import Comparison
 from nextscale.eval.results import read_rows
 from nextscale.loading.load import random_pipeline
-from nextscale.offline.prompts import EvalPrompt
 from nextscale.stage import Schedule
 from nextscale_research.__main__ import app
 from nextscale_research.metrics.efficientnet import FEATURES, EfficientNetLite0
@@ -32,6 +31,7 @@ from nextscale_research.quality.command import newest_run
 from nextscale_research.quality.frontier import frontier_svg, label_spots
 from nextscale_research.quality.judge import SetJudge, judge
 from nextscale_research.quality.lists import LISTS, chosen_methods
+from nextscale_research.quality.prompts import EvalPrompt
 from tests.eval.test_compare import SCHEDULE, Failing, lpips, pipeline
 from tests.helpers.cli import run_cli
 from tests.helpers.tiny import infinity_spec, with_ranks

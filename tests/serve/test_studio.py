@@ -146,7 +146,8 @@ def test_a_prompt_to_click_an_address_per_view_and_a_reload(page: Any, server: L
     prompt = page.input_value("#prompt")
     assert prompt
     page.click("#tab-grid")
-    assert page.url.endswith("/#/grid") and "Grid" in page.title()
+    page.wait_for_function("() => document.title.startsWith('Grid')")
+    assert page.url.endswith("/#/grid")
     page.reload()
     page.wait_for_selector('#tab-grid[aria-current="page"]')
     assert page.input_value("#prompt") == prompt and page.inner_text("#size-text").startswith("128 × 128")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nextscale.errors import PromptError, SettingError
+from nextscale.errors import PromptError
 from nextscale.text import Encoder, RandomEncoder
 
 CHANNELS = 6
@@ -84,9 +84,3 @@ def test_device() -> None:
 def test_prompts_refused(prompts: object) -> None:
     with pytest.raises(PromptError):
         RandomEncoder(CHANNELS)(prompts)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("setting", [{"channels": 0}, {"channels": 4, "tokens": 0}])
-def test_settings_refused(setting: dict[str, int]) -> None:
-    with pytest.raises(SettingError, match=f"{list(setting)[-1]} must .*; got 0"):
-        RandomEncoder(**setting)  # type: ignore[arg-type]

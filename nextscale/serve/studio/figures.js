@@ -7,10 +7,10 @@ export const seconds = (ms) => (ms < 9950 ? (ms / 1000).toFixed(ms < 995 ? 2 : 1
 /** Likeness of a distance in percent; decibels where LPIPS is not measured. */
 export function likeness(distance) {
   if (!distance) return null;
-  const { lpips, psnr, ssim, lpips_missing } = distance;
+  const { lpips, psnr, ssim } = distance;
   const all = [lpips !== null && `LPIPS ${lpips.toFixed(3)}`, `PSNR ${psnr.toFixed(1)} dB`, ssim !== null && `SSIM ${ssim.toFixed(3)}`].filter(Boolean).join(", ");
   const [value, unit] = lpips === null ? [psnr.toFixed(1), "dB"] : [(100 * Math.max(1 - lpips, 0)).toFixed(lpips < 0.0995 ? 1 : 0), "%"];
-  return { value, unit, all, about: lpips === null ? "PSNR" : `LPIPS ${lpips.toFixed(3)}`, missing: lpips === null ? lpips_missing || "LPIPS compares pictures of at least 31 pixels a side." : "" };
+  return { value, unit, all, about: lpips === null ? "PSNR" : `LPIPS ${lpips.toFixed(3)}`, missing: lpips === null ? "LPIPS compares pictures of at least 31 pixels a side." : "" };
 }
 
 /** `figures`: [{id, value, unit, label, about}]. A value that is not known yet is a dash. */

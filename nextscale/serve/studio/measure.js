@@ -41,7 +41,7 @@ export function ResultCard({ image, settings, references, measure, busy }) {
     <${Figures} figures=${[
       { id: "seconds", value: seconds(image.report.total_ms), unit: "s", label: "Time" },
       { id: "times", value: times, unit: "×", label: "Times faster", about: !best && times && "one run" },
-      { id: "likeness", value: best ? "100" : like?.value, unit: best ? "%" : like?.unit, label: "Likeness", about: best ? "the reference" : like?.about },
+      { id: "likeness", value: best ? "100" : like?.value, unit: best ? "%" : like?.unit, label: "Likeness", about: best ? "reference" : like?.about },
     ]} />
     ${!best && !like && html`<button type="button" id="measure" disabled=${busy} onClick=${measure}>Measure against best quality</button>`}
     ${like?.missing && html`<p class="soft">${like.missing}</p>`}

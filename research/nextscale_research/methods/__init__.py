@@ -1,10 +1,14 @@
 """Methods that the papers compare with. They register through the entry points "nextscale.methods" of this package."""
 
+from .code import CoDe
 from .litevar import LiteVAR
 from .pitome import PiToMe
+from .scalekv import ScaleKV
+from .skipvar import SkipVAR
 from .sparsevit import SparseViT
 from .sparvar import SparVAR
 from .stagevar_variants import StageVARVariants
+from .tome import ToMe
 from .zipvl import ZipVL
 
-__all__ = ["LiteVAR", "PiToMe", "SparVAR", "SparseViT", "StageVARVariants", "ZipVL"]
+__all__ = ["CoDe", "LiteVAR", "PiToMe", "ScaleKV", "SkipVAR", "SparVAR", "SparseViT", "StageVARVariants", "ToMe", "ZipVL"]

@@ -12,12 +12,15 @@ from torch import Tensor
 
 from nextscale.errors import SettingError
 from nextscale.methods.method import DENSE, Method, Plans, StagePlan
-from nextscale.methods.stages import late_stages, stage_indices
-from nextscale.methods.token_ops import Merge, real_counts, real_tokens, require_separate_sublayers, share_of
-from nextscale.methods.tome import MergedBlocks, SublayerName, sublayer_names
+from nextscale.methods.skip import stage_indices
+from nextscale.methods.token_ops import real_tokens, require_separate_sublayers, share_of
 from nextscale.models.context import ForwardContext
 from nextscale.stage import Schedule, Tokens, repeat_tail
 from nextscale.validation import is_finite, is_fraction, is_one_of
+
+from .merging import Merge, real_counts
+from .stages import late_stages
+from .tome import MergedBlocks, SublayerName, sublayer_names
 
 if TYPE_CHECKING:
     from nextscale.models.base import NextScaleModel

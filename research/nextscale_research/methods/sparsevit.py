@@ -11,12 +11,14 @@ from torch import Tensor
 
 from nextscale.errors import SettingError
 from nextscale.methods.method import DENSE, Method, Plans, Span, StagePlan
-from nextscale.methods.stages import late_stages, stage_indices
+from nextscale.methods.skip import stage_indices
 from nextscale.methods.token_ops import pick, put_, real_tokens, require_separate_sublayers, share_of, top_share
 from nextscale.models.blocks import run_in_order
 from nextscale.models.context import ForwardContext
 from nextscale.stage import Schedule, Stage, Tokens, repeat_tail
 from nextscale.validation import is_fraction, is_int
+
+from .stages import late_stages
 
 if TYPE_CHECKING:
     from nextscale.models.base import NextScaleModel

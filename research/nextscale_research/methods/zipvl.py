@@ -11,10 +11,13 @@ from torch import Tensor
 from nextscale.cache import AttentionCall, CacheSpec, CacheView, LayerCache, Workspace, real_entries
 from nextscale.errors import SettingError
 from nextscale.methods.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
-from nextscale.methods.stages import late_stages, stage_indices
-from nextscale.methods.token_ops import pick, put_, real_counts, real_tokens, share_of, top_share
+from nextscale.methods.skip import stage_indices
+from nextscale.methods.token_ops import pick, put_, real_tokens, share_of, top_share
 from nextscale.stage import Schedule, Tokens, repeat_tail
 from nextscale.validation import is_fraction
+
+from .merging import real_counts
+from .stages import late_stages
 
 if TYPE_CHECKING:
     from nextscale.models.base import NextScaleModel

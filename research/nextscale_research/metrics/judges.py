@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nextscale.errors import NextscaleError, SettingError
-from nextscale.eval.folders import ImageFolder, Judge, PairJudge
+from nextscale.eval.folders import ImageFolder, PairJudge
 from nextscale.eval.results import Row
 from nextscale.metrics.intervals import Interval, bounds, mean_interval, resampled
 
@@ -32,6 +33,16 @@ WITHOUT_REAL = ("inception-score", "clip-score", "dists")
 RESAMPLES = 100  # sets behind the interval of a Fréchet distance
 NAMES = {"inception": ("fid", "kid", "precision", "recall")}  # other networks: fd_NAME, kd_NAME, precision_NAME, recall_NAME
 DEVIATIONS = 1.96  # of a normal distribution, between which 95 % lie
+
+
+class Judge(Protocol):
+    """Metrics of folders that are measured in one pass over the images."""
+
+    def check(self, folder: ImageFolder) -> None:
+        """Raises an error if the folder cannot be judged."""
+
+    def row(self, folder: ImageFolder, on_images: Callable[[int], None]) -> Row:
+        """Returns the columns of a folder; calls `on_images` with the number of images of every batch."""
 
 
 def judges(names: Sequence[str], real: ImageFolder | None, dense: ImageFolder | None, device: torch.device) -> list[Judge]:

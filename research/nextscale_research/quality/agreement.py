@@ -20,9 +20,9 @@ from torch import Tensor
 
 from nextscale.errors import CheckpointError, SettingError
 from nextscale.io import replacing
-from nextscale.offline.prompts import EvalPrompt
 
 from ..metrics.efficientnet import FEATURES, EfficientNetLite0
+from .prompts import EvalPrompt
 
 SIDE = 256  # pixels, to which real images are brought before their features are taken
 FEATURES_BATCH = 64

@@ -12,16 +12,15 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from nextscale.cli.files import require_writable
+from nextscale.cli.files import require_results, require_writable
 from nextscale.cli.options import MACHINE, Batch, Force, ModelOptions, PromptFile, Seed, SizeOptions, grouped, option, out_option
 from nextscale.cli.parse import method_name
 from nextscale.cli.show import plain_table, result_console, share_bar
 from nextscale.errors import CheckpointError, PromptError, SettingError
-from nextscale.eval.results import Row, append_rows, read_rows, require_results
+from nextscale.eval.results import Row, append_rows, read_rows
 from nextscale.io import write_text
 from nextscale.loading.presets import build_model
 from nextscale.metrics import Lpips
-from nextscale.offline.prompts import read_eval_prompts
 
 from ..metrics.efficientnet import EfficientNetLite0
 from ..metrics.files import EFFICIENTNET, VARIABLE, metric_file
@@ -30,6 +29,7 @@ from .agreement import Agreement, real_features
 from .frontier import frontier_svg
 from .judge import SetJudge, judge
 from .lists import LISTS, chosen_methods
+from .prompts import read_eval_prompts
 from .rows import comparable, judged, real_agreement
 
 STANDARD = "standard"
@@ -105,8 +105,7 @@ def quality(
     for one in names:
         if one not in LISTS:
             model.resolved(chosen[one], schedule, batch)
-    texts = prompts.read_file()
-    require_writable([out] if out else [], force=True)  # rows are added
+    texts = read_eval_prompts(prompts.prompts_file, prompts.limit)
     require_results(out)
     features, device = judging.features(), model.torch_device
     with share_bar() as progress:

@@ -17,12 +17,12 @@ from nextscale.loading.load import quantize_model
 from nextscale.methods.method import Method
 from nextscale.models.base import NextScaleModel
 from nextscale.models.quantization import FORMATS, PRODUCTS, Quantize, find
-from nextscale.offline.prompts import EvalPrompt
 from nextscale.pipeline import Pipeline
 from nextscale.planning.memory import weights_bytes
 from nextscale.schedules import SizeLike
 
 from .judge import SetJudge
+from .prompts import EvalPrompt
 
 BENCHMARK = "formats"
 OWN = "as loaded"  # the variant without a format

@@ -16,13 +16,13 @@ from nextscale.eval.results import DENSE, Row
 from nextscale.io import from_levels
 from nextscale.methods import Method
 from nextscale.metrics.intervals import mean_interval
-from nextscale.offline.prompts import EvalPrompt
 from nextscale.pipeline import Pipeline
 
 from ..metrics.efficientnet import EfficientNetLite0
 from ..metrics.frechet import Directions, Moments, frechet_distance
 from ..metrics.judges import set_interval
 from .agreement import Agreement, real_features
+from .prompts import EvalPrompt
 
 DIRECTIONS = 64  # principal directions of the features along which Fréchet distances are taken; see metrics.frechet
 IMAGES_PER_DIRECTION = 4  # fewer images than that determine no covariance,

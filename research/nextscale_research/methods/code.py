@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import SettingError
-from ..models.text_context import masked_length
-from ..planning.cost import RequestCost, Workload, request_cost
-from ..planning.memory import RequestMemory, request_memory, weights_bytes
-from ..stage import Schedule
-from ..tokenizers.base import Tokenizer
-from ..validation import is_int, require_flags
-from .method import DENSE, Method, Plans, StagePlan
-from .skip import SkipStages
-from .strategy import Call, Strategy
+from nextscale.errors import SettingError
+from nextscale.loading.load import without_weights
+from nextscale.loading.presets import MODELS, ModelSpec, model_spec, require_shared_tokenizer
+from nextscale.methods.method import DENSE, Method, Plans, StagePlan
+from nextscale.methods.skip import SkipStages
+from nextscale.methods.strategy import Call, Planned, Strategy
+from nextscale.models.text_context import masked_length
+from nextscale.planning.cost import RequestCost, StageCost, Workload, request_cost
+from nextscale.planning.memory import RequestMemory, request_memory, weights_bytes
+from nextscale.stage import Schedule
+from nextscale.tokenizers.base import Tokenizer
+from nextscale.validation import is_int, require_flags
 
 if TYPE_CHECKING:
-    from ..models.base import NextScaleModel
+    from nextscale.models.base import NextScaleModel
+    from nextscale.pipeline import Pipeline
 
 REFINED = 2  # last stages that are refined: 8 of 10 are drafted
 PAIRS = {"var-d30": "var-d16", "flexvar-d24": "flexvar-d16", "star-256": "star-256-d16"}
@@ -53,6 +56,7 @@ class CoDe(Strategy):
     """
 
     exclusive = frozenset({"alone"})
+    second_model = True
 
     draft: int | None = None
     refiner: str | None = None
@@ -77,6 +81,17 @@ class CoDe(Strategy):
         draft = self.drafted(schedule)
         return (DENSE,) * draft + (StagePlan(skip=True),) * (len(schedule) - draft)
 
+    def planned(self, spec: ModelSpec, model: NextScaleModel, tokenizer: Tokenizer, workload: Workload) -> Planned:
+        name, draft = partner_name(spec.name, self.refiner), self.drafted(workload.schedule)
+        require_shared_tokenizer(spec, model_spec(name))
+        refiner, its_tokenizer = without_weights(model_spec(name), model.dtype, model.quantize)
+        require_pair(Partner(spec.name, model, tokenizer), Partner(name, refiner, its_tokenizer))
+        refiner.check_schedule(workload.schedule)
+        refines = draft < len(workload.schedule)
+        cost = pair_cost(model, refiner, workload, draft) if refines else request_cost(model, workload)
+        memory = pair_memory(model, refiner, tokenizer, workload, draft)
+        return Planned(f"{spec.name} + {name}", cost, memory, [refiner] if refines else [])
+
     def generate(self, pipe: Any, call: Call, beside: Method) -> Any:
         """Generates with both models."""
         if call["compute_mask"] or call["prefix_codes"] or call["revise"] is not None:
@@ -87,7 +102,7 @@ class CoDe(Strategy):
             call = {**call, **{name: value for name, value in released_sampling(len(schedule)).items() if name not in given}}
         if draft == len(schedule):
             return pipe(**{**call, "method": Method()})
-        refiner = pipe.partners.partner(pipe, self.refiner)
+        refiner = refiner_of(pipe, self.refiner)
         refiner.model.check_schedule(schedule)  # before anything is drafted
         same = call["seed"].only(range(len(call["prompt"])))
         sketch = pipe(**{**call, "method": SkipStages(len(schedule) - draft), "decode": False, "keep_stages": False})
@@ -101,37 +116,41 @@ class CoDe(Strategy):
 # --- the pair
 
 
-@dataclass
-class Partners:
-    """Pipelines of smaller models, by name; one that is asked for is opened once."""
-
-    open: Callable[[str], Any] | None = None  # as the pipeline's own model was
-    fitting: Sequence[str] = ()  # names of models that could be opened
-    known: dict[str, Any] = field(default_factory=dict)
-
-    def partner(self, drafter: Any, name: str | None) -> Any:
-        """The pipeline that refines what `drafter` drafts; SettingError if there is none or they do not fit."""
-        name = partner_name(drafter.name, name, self.fitting)
-        if name not in self.known:
-            if self.open is None:
-                raise SettingError(
-                    f"CoDe: {drafter.name} has no refiner {name!r}: add one, pipe.partners.known[{name!r}] = another pipeline"
-                )
-            self.known[name] = self.open(name)
-        refiner = self.known[name]
-        require_pair(*(Partner(pipe.name, pipe.model, pipe.tokenizer) for pipe in (drafter, refiner)))
-        if refiner.model.device != drafter.model.device:
-            refiner.to(drafter.model.device)
-        refiner.tokenizer = drafter.tokenizer  # so that its weights are there once
-        refiner.captures.decode_with(refiner.tokenizer)
-        return refiner
+def refiner_of(drafter: Pipeline, name: str | None) -> Pipeline:
+    """Returns the pipeline that refines what `drafter` drafts. Raises SettingError if there is none or they do not fit."""
+    name, partners = partner_name(drafter.name, name), drafter.partners
+    if name not in partners.known:
+        if partners.open is None:
+            raise SettingError(f"CoDe: {drafter.name} has no refiner {name!r}: add one, pipe.partners.known[{name!r}] = another pipeline")
+        partners.known[name] = partners.open(name)
+    refiner: Pipeline = partners.known[name]
+    require_pair(*(Partner(pipe.name, pipe.model, pipe.tokenizer) for pipe in (drafter, refiner)))
+    if refiner.model.device != drafter.model.device:
+        refiner.to(drafter.model.device)
+    refiner.tokenizer = drafter.tokenizer  # so that its weights are there once
+    refiner.captures.decode_with(refiner.tokenizer)
+    return refiner
 
 
-def partner_name(drafter: str, chosen: str | None, fitting: Sequence[str]) -> str:
+def smaller_models(name: str) -> tuple[str, ...]:
+    """Returns the models of the same family, tokenizer and schedules with fewer blocks, smallest first."""
+
+    def alike(spec: ModelSpec) -> tuple[Any, ...]:
+        return type(spec.model), spec.tokenizer_weights, spec.settings.schedules
+
+    drafter = MODELS.get(name)
+    if drafter is None:
+        return ()
+    fitting = [one for one in MODELS.values() if alike(one) == alike(drafter) and one.model.depth < drafter.model.depth]
+    return tuple(one.name for one in sorted(fitting, key=lambda one: one.model.depth))
+
+
+def partner_name(drafter: str, chosen: str | None) -> str:
     """The refiner that is chosen, or known for this drafter; SettingError if there is none, with one that fits where there is any."""
     name = PAIRS.get(drafter) if chosen is None else chosen
     if name is not None:
         return name
+    fitting = smaller_models(drafter)
     advice = f"name one, as in code:refiner={fitting[0]}" if fitting else "none has its family, tokenizer and stages; choose another method"
     raise SettingError(f"CoDe: no smaller model is known for {drafter}: {advice}")
 
@@ -159,7 +178,21 @@ def require_pair(drafter: Partner, refiner: Partner) -> None:
 def pair_cost(drafter: NextScaleModel, refiner: NextScaleModel, workload: Workload, draft: int) -> RequestCost:
     """MACs of both: the refiner also reads what was drafted."""
     plans = SkipStages(len(workload.schedule) - draft).forecast(drafter, workload.schedule, workload.guided)
-    return request_cost(drafter, workload, plans).beside(request_cost(refiner, replace(workload, given=draft)))
+    return both_costs(request_cost(drafter, workload, plans), request_cost(refiner, replace(workload, given=draft)))
+
+
+def both_costs(first: RequestCost, second: RequestCost) -> RequestCost:
+    """Returns the cost of two models at the same stages. What is said of a row is the mean over all rows."""
+    return RequestCost(tuple(map(both_stages, first.stages, second.stages)))
+
+
+def both_stages(first: StageCost, second: StageCost) -> StageCost:
+    rows = first.rows + second.rows
+    names = ("tokens", "computed", "keys", "held")
+    mean = {name: (first.rows * getattr(first, name) + second.rows * getattr(second, name)) / max(rows, 1) for name in names}
+    whole = {name: round(value) for name, value in mean.items() if name != "computed"}
+    sums = {name: getattr(first, name) + getattr(second, name) for name in ("linear", "attention", "head")}
+    return StageCost(first.stage, rows, computed=mean["computed"], **whole, **sums)
 
 
 def pair_memory(drafter: NextScaleModel, refiner: NextScaleModel, tokenizer: Tokenizer, workload: Workload, draft: int) -> RequestMemory:

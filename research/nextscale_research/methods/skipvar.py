@@ -10,18 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import SettingError
-from ..stage import Schedule, Stage
-from ..validation import is_int, is_number, require_flags
-from .drop_guidance import DropGuidance
-from .method import DENSE, Method, Plans
-from .skip import SkipStages
+from nextscale.errors import SettingError
+from nextscale.methods.drop_guidance import DropGuidance
+from nextscale.methods.method import DENSE, Method, Plans
+from nextscale.methods.skip import SkipStages
+from nextscale.methods.strategy import Call, Strategy, combined
+from nextscale.stage import Schedule, Stage
+from nextscale.validation import is_int, is_number, require_flags
+
+from .groups import Group, JoinedStages, codes_by_stage, join_outputs, revise_only, unread_codes
 from .skipvar_models import Decisions, Outcome, decisions_named, published_decisions
-from .strategy import Call, Group, JoinedStages, Strategy, codes_by_stage, combined, join_outputs, revise_only, unread_codes
 
 if TYPE_CHECKING:
-    from ..canvas import Canvas
-    from ..models.base import NextScaleModel
+    from nextscale.canvas import Canvas
+    from nextscale.models.base import NextScaleModel
 
 PUBLISHED_STAGES, PUBLISHED_DECISION, PUBLISHED_PREVIEW = 13, 9, 4
 MOST = 3  # stages that are dropped, or run without guidance
@@ -87,8 +89,8 @@ class SkipVAR(Strategy):
 
     The knobs that matter:
     models: the decision models: "0.84", "0.86", "0.88" (published for Infinity-2B; the structural similarity to the dense image that they
-        aim at), "0.84 diff-only", or a file that `nextscale calibrate skipvar` has made. Nothing but a fit makes them right
-        elsewhere.
+        aim at), "0.84 diff-only", or a file that `python -m nextscale_research calibrate-skipvar` has made. Nothing but a
+        fit makes them right elsewhere.
     most: at most this number of stages is dropped or runs without guidance. 0 is dense generation.
 
     To tinker with:

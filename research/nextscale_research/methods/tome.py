@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..models.context import ForwardContext
-from ..models.macs import SublayerTokens
-from ..stage import Schedule, Stage, Tokens
-from ..validation import is_fraction, require, require_flags
-from .method import DENSE, Method, Plans, Span, StagePlan
-from .stages import LAST_STAGES, present_stages, stage_indices
-from .token_ops import Destinations, Merge, block_count, merged_count, require_separate_sublayers
+from nextscale.methods.method import DENSE, Method, Plans, Span, StagePlan
+from nextscale.methods.skip import present_stages, stage_indices
+from nextscale.methods.token_ops import require_separate_sublayers
+from nextscale.models.context import ForwardContext
+from nextscale.models.macs import SublayerTokens
+from nextscale.stage import Schedule, Stage, Tokens
+from nextscale.validation import is_fraction, require, require_flags
+
+from .merging import Destinations, Merge, block_count, merged_count
+from .stages import LAST_STAGES
 
 if TYPE_CHECKING:
-    from ..models.base import NextScaleModel
-    from ..models.blocks import Block
+    from nextscale.models.base import NextScaleModel
+    from nextscale.models.blocks import Block
 
 SublayerName = Literal["attention", "cross_attention", "feed_forward"]
 

@@ -6,24 +6,35 @@ as similar to the dense one as required. Logistic regressions of two features le
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
+import typer
 from torch import Tensor
 
-from ..errors import SettingError
-from ..methods.drop_guidance import DropGuidance
-from ..methods.method import Method
-from ..methods.skip import SkipStages
-from ..methods.skipvar import MOST, SkipVAR, features_of, preview_of
-from ..methods.skipvar_models import Classifier, Decisions
-from ..metrics.pixels import ssim
-from ..output import Preview
-from ..pipeline import Pipeline
-from ..stage import Schedule
+from nextscale.cli.files import default_out, require_writable
+from nextscale.cli.options import Batch, Force, ImageOptions, ModelOptions, PromptOptions, grouped, option, out_option
+from nextscale.cli.parse import parse_prompt
+from nextscale.cli.show import share_bar, show_next
+from nextscale.errors import SettingError
+from nextscale.io import write_text
+from nextscale.methods.drop_guidance import DropGuidance
+from nextscale.methods.method import Method
+from nextscale.methods.skip import SkipStages
+from nextscale.metrics.pixels import ssim
+from nextscale.output import Preview
+from nextscale.pipeline import Pipeline
+from nextscale.stage import Schedule
+
+from ..program import app
+from .skipvar import MOST, SkipVAR, features_of, preview_of
+from .skipvar_models import Classifier, Decisions
 
 STRENGTH = 1.0  # of the data against the squared weights, as in the published fits
 STEPS = 500
@@ -118,3 +129,37 @@ def logistic_regression(features: Tensor, labels: Tensor) -> Classifier:
         centred = bias - bias.mean()
     rows = tuple(tuple(row) for row in weights.tolist())
     return Classifier(tuple(mean.tolist()), tuple(scale.tolist()), tuple(classes.tolist()), rows, tuple(centred.tolist()))
+
+
+# --- the command
+
+
+@app.command("calibrate-skipvar")
+@grouped
+def calibrate_skipvar(
+    *,
+    prompts: PromptOptions,
+    model: ModelOptions,
+    image: ImageOptions,
+    batch: Batch = 4,
+    similarity: Annotated[float, option("--similarity", "SSIM", "Similarity to the dense image to aim at.", min=0.01, max=1)] = 0.84,
+    out: Annotated[Path | None, out_option("FILE", "The .json file to write.", "skipvar.json")] = None,
+    force: Force = False,
+) -> None:
+    """Fit SkipVAR's decision models for a model, on a few dozen generated images."""
+    spec, schedule = model.spec, image.schedule(model.spec)
+    given = [parse_prompt(text, spec) for text in prompts.read() for _ in range(image.num_images)]
+    file = out or default_out("skipvar.json")
+    require_writable([file], force)
+    with share_bar() as progress:
+        task = progress.add_task("measuring", total=1.0)
+        measured = measure(model.load(), given, schedule, image.seed, batch, lambda share: progress.update(task, completed=share))
+    models = fit(measured, similarity)
+    content = {"model": spec.name, "images": len(given), "seed": image.seed}
+    content |= {"stages": [list(stage) for stage in schedule.sizes], "similarity": similarity}
+    content |= {name: getattr(models, name)._asdict() for name in models._fields}
+    write_text(json.dumps(content, indent=1) + "\n", file)
+    for number, images in sorted(Counter(outcome.skipped for outcome in models(measured.features)).items()):
+        typer.echo(f"{images} of {len(given)} images leave out {number} stage(s)")
+    typer.echo(f"wrote {file}")
+    show_next(f"nextscale compare -m {model.model} --method skipvar:models={file}")

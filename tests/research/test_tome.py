@@ -16,12 +16,12 @@ from torch import Tensor
 from nextscale.errors import SettingError
 from nextscale.methods import DENSE, Method, SkipStages, StagePlan
 from nextscale.methods.fastvar import FastVAR
-from nextscale.methods.token_ops import Destinations, Merge, merged_count
-from nextscale.methods.tome import MergedBlocks, ToMe
 from nextscale.models import Infinity, InfinityConfig
 from nextscale.models.macs import SublayerTokens
 from nextscale.pipeline import Output
 from nextscale.stage import Schedule, Stage, Tokens
+from nextscale_research.methods.merging import Destinations, Merge, merged_count
+from nextscale_research.methods.tome import MergedBlocks, ToMe
 from tests.helpers import tiny
 from tests.helpers.toy_methods import STAGES, KeepShare, keeping, one_from
 from tests.methods.test_fastvar import PIXELS, NoReads, forecast, generated, generated_from, lengths, on_meta, picked, ragged

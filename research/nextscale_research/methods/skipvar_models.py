@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import SettingError
-from ..io import expanded, regular
-from ..validation import is_finite, is_int
+from nextscale.errors import SettingError
+from nextscale.io import expanded, regular
+from nextscale.validation import is_finite, is_int
 
 
 class Classifier(NamedTuple):
@@ -97,6 +97,6 @@ def decisions_named(name: str) -> Decisions:
         content = json.loads(regular(expanded(name)).read_text())
     except (OSError, ValueError, RecursionError) as error:  # ValueError: neither text nor JSON
         raise SettingError(
-            f"models must be one of {', '.join(published)} or a file of `nextscale calibrate skipvar`; got {name!r} ({error})."
+            f"models must be one of {', '.join(published)} or a file of calibrate-skipvar; got {name!r} ({error})."
         ) from None
     return Decisions.read(content, name)
