@@ -1,7 +1,5 @@
 """Files that are written whole or not at all, the folder of weights, and images between tensors and PIL."""
 
-from __future__ import annotations
-
 import errno
 import math
 import os

@@ -1,7 +1,5 @@
 """Strict JSON for dataclasses: files are read within limits, and values only come back as declared fields of declared types."""
 
-from __future__ import annotations
-
 import json
 import stat
 from collections.abc import Mapping, Sequence

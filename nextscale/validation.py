@@ -1,7 +1,5 @@
 """Checks of settings that a caller gives. True and False are not numbers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real

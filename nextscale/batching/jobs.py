@@ -1,7 +1,5 @@
 """Jobs, and handles that return their images or cancel them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The bounded queue of images, joined into batches by key, oldest first."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from threading import Condition, Lock

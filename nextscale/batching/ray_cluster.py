@@ -1,7 +1,5 @@
 """Connects to a Ray cluster, for `serve` and `sample`."""
 
-from __future__ import annotations
-
 import logging
 import math
 import re

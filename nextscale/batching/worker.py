@@ -1,7 +1,5 @@
 """Runs batches on one device in a thread. A batch that fails or does not fit is halved until only the faulty image is left."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Torch and safetensors files, and folders of shards, opened without ever executing anything in them."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import pickle

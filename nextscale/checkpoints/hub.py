@@ -1,7 +1,5 @@
 """Files from the Hugging Face hub: announced, checked, and kept in the hub's cache or in a folder. Start at `download`."""
 
-from __future__ import annotations
-
 import errno
 import fnmatch
 import hashlib

@@ -1,7 +1,5 @@
 """Names and shapes of our modules' parameters in published files, and the comparison of a file with a module."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Weights between published checkpoints and our modules: read, converted and written, whole or not at all. Start at `load_weights`."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable

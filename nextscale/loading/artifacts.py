@@ -1,7 +1,5 @@
 """The published parts of a model: where they are on this machine, which files of the hub they are, and what lies beside them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

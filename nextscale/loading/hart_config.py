@@ -1,7 +1,5 @@
 """The configuration of a HART checkpoint, from the config.json beside it. Strict loading compares it with the tensor shapes."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The table of models: sizes, published files and published settings."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass

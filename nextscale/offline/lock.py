@@ -1,7 +1,5 @@
 """Locks the folder of a shard's temporary files."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The manifest of a folder of images: one JSON line per image."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Plans the batches of a run, which depend neither on existing images nor on the number of shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Reads prompt files: text, JSONL, and tar shards of captioned images."""
 
-from __future__ import annotations
-
 import json
 import re
 import tarfile

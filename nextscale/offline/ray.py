@@ -4,8 +4,6 @@ Ray restarts actors that die and repeats their calls. A run whose driver dies go
 share a file system.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections import deque

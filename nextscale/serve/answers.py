@@ -1,7 +1,5 @@
 """Answers with images: JSON, and the events of a stream."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Models of a server, and the validation of requests before they wait."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence

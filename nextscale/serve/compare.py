@@ -1,7 +1,5 @@
 """Compares two images for the studio: PSNR, SSIM and LPIPS."""
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Error objects as clients of OpenAI's API expect them, and the mapping from exceptions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The route `POST /v1/images/generations`, which answers JSON or a stream of events."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter

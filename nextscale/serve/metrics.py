@@ -1,7 +1,5 @@
 """Prometheus metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 

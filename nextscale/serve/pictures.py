@@ -1,7 +1,5 @@
 """Encodes images in memory, with their settings, and decodes those of clients."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import io

@@ -4,8 +4,6 @@ Every replica is the whole server with a batcher of its own. Ray spreads request
 gently. Requests of a dying replica fail with a 5xx; clients send them again.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

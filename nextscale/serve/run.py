@@ -1,7 +1,5 @@
 """Runs the server until a signal; then accepted requests finish and new ones are refused."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Bodies of requests: the fields of OpenAI's endpoint, and our extensions."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field

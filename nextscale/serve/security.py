@@ -1,7 +1,5 @@
 """Checks before every request: host name, API key and body size."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

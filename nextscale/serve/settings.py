@@ -1,7 +1,5 @@
 """Settings of a server: network, security, batching and limits."""
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections.abc import Iterable

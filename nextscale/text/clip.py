@@ -1,7 +1,5 @@
 """CLIP text encoder: prompts to token features and one pooled vector each, as STAR takes them (Stable Diffusion 2.1's)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

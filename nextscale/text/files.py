@@ -1,7 +1,5 @@
 """The files of a text encoder, in a folder on this machine or on the hub."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path

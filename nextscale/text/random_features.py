@@ -1,7 +1,5 @@
 """Features without an encoder, for tests and speed measurements."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from typing import Self

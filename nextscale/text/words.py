@@ -1,7 +1,5 @@
 """The text encoder of `nano`: frozen word vectors under a few trained layers. It needs no further package."""
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata
