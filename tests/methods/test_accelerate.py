@@ -91,7 +91,7 @@ def test_a_stage_is_skipped_by_itself(pipeline: Pipeline) -> None:
     ("method", "message"),
     [
         ("fastvr", "did you mean fastvar"),
-        ("nothing",),
+        ("nothing", "Known methods: dense, skip, dropguidance, sparsevar, fastvar, stagevar"),
         ("skip:first=2", "settings of skip.*last.*got 'first=2'"),
         ("skip:2", "settings of skip.*got '2'"),
         ("skip:last", "last=VALUE"),
