@@ -20,6 +20,8 @@ from nextscale.stage import Schedule
 from nextscale.tokenizers.base import Tokenizer
 from nextscale.validation import is_int, require_flags
 
+from .rewind import only
+
 if TYPE_CHECKING:
     from nextscale.models.base import NextScaleModel
     from nextscale.pipeline import Pipeline
@@ -104,7 +106,7 @@ class CoDe(Strategy):
             return pipe(**{**call, "method": Method()})
         refiner = refiner_of(pipe, self.refiner)
         refiner.model.check_schedule(schedule)  # before anything is drafted
-        same = call["seed"].only(range(len(call["prompt"])))
+        same = only(call["seed"], range(len(call["prompt"])))
         sketch = pipe(**{**call, "method": SkipStages(len(schedule) - draft), "decode": False, "keep_stages": False})
         final = refiner(**{**call, "method": Method(), "seed": same, "prefix_codes": sketch.codes})  # its stages have the drafted ones, too
         text = masked_length(call["prompt"].longest) if pipe.model.block_config.text is not None else 0
