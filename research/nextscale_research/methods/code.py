@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nextscale.errors import SettingError
 from nextscale.loading.load import without_weights
-from nextscale.loading.presets import MODELS, ModelSpec, model_spec, require_shared_tokenizer
+from nextscale.loading.presets import MODELS, ModelSpec, model_spec
 from nextscale.methods.method import DENSE, Method, Plans, StagePlan
 from nextscale.methods.skip import SkipStages
 from nextscale.methods.strategy import Call, Planned, Strategy
@@ -124,6 +124,8 @@ def refiner_of(drafter: Pipeline, name: str | None) -> Pipeline:
     if name not in partners.known:
         if partners.open is None:
             raise SettingError(f"CoDe: {drafter.name} has no refiner {name!r}: add one, pipe.partners.known[{name!r}] = another pipeline")
+        if drafter.name in MODELS:  # before anything is fetched
+            require_shared_tokenizer(MODELS[drafter.name], model_spec(name))
         partners.known[name] = partners.open(name)
     refiner: Pipeline = partners.known[name]
     require_pair(*(Partner(pipe.name, pipe.model, pipe.tokenizer) for pipe in (drafter, refiner)))
@@ -218,3 +220,8 @@ def pair_report(sketch: Any, final: Any, cost_share: float, draft: int) -> Any:
         peak_memory=max(sketch.peak_memory, final.peak_memory),
         planned_memory=max(sketch.planned_memory, final.planned_memory),
     )
+
+
+def require_shared_tokenizer(spec: ModelSpec, other: ModelSpec) -> None:
+    if other.tokenizer_weights != spec.tokenizer_weights:
+        raise SettingError(f"{spec.name} and {other.name} must share a tokenizer. Choose two models of one family.")
