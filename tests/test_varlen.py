@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nextscale import FastVAR, Method, ScaleKV, SparseVAR, StagePlan, StageVAR
+from nextscale import FastVAR, Method, SparseVAR, StagePlan, StageVAR
 from nextscale.cache.attention import attend, attend_rows
 from nextscale.engine.variants import BUCKETS, buckets
 from nextscale.generate import StageOutput
@@ -17,7 +17,7 @@ from nextscale.pipeline import Output, Preview
 from nextscale.planning.cost import evenly
 from nextscale.stage import Stage, Tokens
 from nextscale.varlen import VarlenLayout
-from nextscale_research.methods import LiteVAR, ToMe, ZipVL
+from nextscale_research.methods import LiteVAR, ScaleKV, ToMe, ZipVL
 from tests.engine.test_engine import with_graphs
 from tests.helpers import tiny
 from tests.helpers.tape import Dispatched, play_graphs_on_the_cpu

@@ -3,7 +3,7 @@
 from .attention import AttentionCall, CacheView, real_entries
 from .compute_mask import ComputedCells
 from .int8 import QuantizedLayerCache, QuantizedSpec, plain_cache
-from .layer import CompressedLayerCache, LayerCache, NoCache, row_count
+from .layer import LayerCache, NoCache, row_count
 from .spec import CacheSpec, CompressedSpec, StageKeys
 from .stage_memory import StageMemory
 from .workspace import Workspace, copy_wide, in_widest
@@ -12,7 +12,6 @@ __all__ = [
     "AttentionCall",
     "CacheSpec",
     "CacheView",
-    "CompressedLayerCache",
     "CompressedSpec",
     "ComputedCells",
     "LayerCache",

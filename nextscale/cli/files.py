@@ -59,8 +59,8 @@ def plan_pictures(prompts: Sequence[str | int], images: int, seed: int, out: Pat
 
 
 def picture_name(index: int, seed: int, prompt: str | int) -> str:
-    words = [slug(prompt)] if isinstance(prompt, str) else []
-    return "-".join(filter(None, [f"{index:04d}", f"seed{seed}", *words])) + ".png"
+    words = slug(prompt) if isinstance(prompt, str) else ""
+    return f"{index:04d}-seed{seed}-{words}".rstrip("-") + ".png"
 
 
 def slug(text: str) -> str:
@@ -81,7 +81,7 @@ def require_writable(files: Sequence[Path], force: bool) -> None:
         raise SettingError(f"{named(twice)} would be written twice. Give the files different names.")
     if folders := [file for file in files if file.is_dir()]:
         raise SettingError(f"cannot write {named(folders)}: a folder has that name. Choose another name.")
-    existing = list(dict.fromkeys(next(folder for folder in file.absolute().parents if os.path.lexists(folder)) for file in files))
+    existing = list({next(filter(os.path.lexists, file.absolute().parents)): None for file in files})
     if blocked := [folder for folder in existing if not folder.is_dir()]:
         raise SettingError(f"cannot write into {named(blocked)}: it is a file. Give a folder.")
     if read_only := [folder for folder in existing if not os.access(folder, os.W_OK | os.X_OK)]:
@@ -101,5 +101,5 @@ def require_results(out: Path | None) -> None:
 
 
 def named(files: Sequence[Path]) -> str:
-    shown = ", ".join(str(file) for file in files[:FILES_NAMED])
+    shown = ", ".join(map(str, files[:FILES_NAMED]))
     return f"{shown} and {len(files) - FILES_NAMED} more" if len(files) > FILES_NAMED else shown

@@ -85,21 +85,16 @@ def generate(
     output: OutputOptions,
 ) -> None:
     """Generate images from prompts."""
-    spec = model.spec
+    spec, acceleration, out = model.spec, parse_methods(method), output.out or default_out("out")
     schedule = image.schedule(spec)
     settings = sampling.call_arguments(spec, schedule)
-    acceleration = parse_methods(method)
     texts = [sampling.prompt(text, spec) for text in prompts.read()]
-    seed = secrets.randbits(32) if image.seed is None else image.seed
-    out = output.out or default_out("out")
-    pictures = plan_pictures(texts, image.num_images, seed, out)
+    pictures = plan_pictures(texts, image.num_images, secrets.randbits(32) if image.seed is None else image.seed, out)
     model.resolved(acceleration, schedule, min(batch, len(pictures)))
     output.require_writable(pictures, schedule)
-    if model.torch_device.type != "cuda" and warmup:
+    if warmup and model.torch_device.type != "cuda":
         raise SettingError(f"--warmup needs a GPU; the device is {model.torch_device}. Leave it out.")
-
-    settings |= {"size": schedule, "method": acceleration, "compute_mask": output.compute_mask}
-    settings |= {"warmup": True} if warmup else {}
+    settings |= {"size": schedule, "method": acceleration, "compute_mask": output.compute_mask} | ({"warmup": True} if warmup else {})
     calls = generate_pictures(partial(model.load, **sampling.loading), pictures, batch, settings, output.previews)
     if output.grid:
         write_grid(pictures, output.grid)
@@ -196,9 +191,8 @@ def show_results(calls: Sequence[Call]) -> None:
     console.print(table)
     for reason in dict.fromkeys(report.selection_reason for report in reports if report.selection_reason is not None):
         console.print(escape(reason), soft_wrap=True)
-    total, prompts, decoding = (
-        sum(getattr(report, name) for report in reports) for name in ("seconds", "condition_seconds", "decode_seconds")
-    )
+    names = ("seconds", "condition_seconds", "decode_seconds")
+    total, prompts, decoding = (sum(getattr(report, name) for report in reports) for name in names)
     console.print(
         f"{total:.2f} s ({engines(reports)}): prompts {prompts:.2f}, stages {total - prompts - decoding:.2f}, decoding {decoding:.2f};"
         f" peak memory {max(report.peak_memory for report in reports) / 2**30:.2f} GiB"

@@ -19,7 +19,7 @@ from .show import percent, plain_table, result_console, show_next
 if TYPE_CHECKING:
     from ..loading import ModelSpec
     from ..loading.presets import Embedded, Source
-    from ..profiles import Point, Profile
+    from ..profiles import Profile
 
 FEW_SIZES = 2  # more are counted in the table
 
@@ -36,13 +36,13 @@ def models(
 
     specs = list(MODELS.values()) if model is None else [model_spec(model)]
     profiles = {} if model is None else named_profiles(specs[0])
+    facts = list(map(model_facts, specs))
     if as_json:
-        found = {} if model is None else {"profiles": [str(path) for path in profiles]}
-        content = {"home": str(home()), "models": [model_facts(spec) for spec in specs]} | found
-        typer.echo(json.dumps(content, indent=2))
+        found = {} if model is None else {"profiles": list(map(str, profiles))}
+        typer.echo(json.dumps({"home": str(home()), "models": facts} | found, indent=2))
         return
     console = result_console() if model else Console(highlight=False)
-    console.print(model_table(specs))
+    console.print(model_table(facts))
     if model is not None:
         console.print("Sizes:", *map(size_text, specs[0].settings.schedules.offers()), soft_wrap=True)
     console.print(f"Files are read from {escape(str(home()))} (NEXTSCALE_HOME), then from the hub's cache.", soft_wrap=True)
@@ -80,9 +80,9 @@ def model_facts(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def model_table(specs: Sequence[ModelSpec]) -> Table:
+def model_table(models: Sequence[dict[str, Any]]) -> Table:
     table = plain_table("model", "input", "params", "sizes", "files", left=("model", "input", "sizes"), folded=("files",))
-    for facts in map(model_facts, specs):
+    for facts in models:
         count, sizes = facts["parameters"], facts["sizes"]
         parameters = f"{count / 1e6:.0f}M" if count < 1e9 else f"{count / 1e9:.1f}B"
         shown = "\n".join(sizes) if len(sizes) <= FEW_SIZES else f"{len(sizes)} sizes"
@@ -108,12 +108,9 @@ def show_profile(console: Console, path: Path, profile: Profile) -> None:
     )
     table = plain_table("speedup", "LPIPS (95 %)", "PSNR", "ms per image", "MACs", "method", folded=("method",))
     table.add_row("1.00", "", "", f"{profile.dense_ms:.1f}", "100%", "dense")
-    for point in profile.points:
-        table.add_row(*point_cells(point), escape(point.method))
-    for point in (one for one in profile.skipping if one not in profile.points):
-        table.add_row(*point_cells(point), escape(f"for comparison: {point.method}"), style="dim")
+    others = [point for point in profile.skipping if point not in profile.points]
+    for number, point in enumerate([*profile.points, *others]):
+        cells = (f"{point.speedup.value:.2f}", str(point.lpips), f"{point.psnr:.1f} dB", f"{point.ms:.1f}", percent(point.macs))
+        other = number >= len(profile.points)
+        table.add_row(*cells, escape(f"{'for comparison: ' * other}{point.method}"), style="dim" if other else None)
     console.print(table)
-
-
-def point_cells(point: Point) -> list[str]:
-    return [f"{point.speedup.value:.2f}", str(point.lpips), f"{point.psnr:.1f} dB", f"{point.ms:.1f}", percent(point.macs)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
@@ -29,23 +29,20 @@ SAMPLING, MACHINE, OUTPUT = "Guidance and sampling", "Model and machine", "Outpu
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
     """Replaces each argument that is a dataclass of annotated options by its fields, for typer, and builds the dataclass for the call."""
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, type] = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
-
-    def parameters() -> Iterator[inspect.Parameter]:
-        for name, parameter in inspect.signature(command).parameters.items():
-            owner, several = (groups[name], inspect.signature(groups[name]).parameters) if name in groups else (command, {name: parameter})
-            annotations = get_type_hints(owner, include_extras=True)
-            for one in several.values():
-                yield one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotations[one.name])
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    flat = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        for one in inspect.signature(groups[name]).parameters.values() if name in groups else [parameter]:
+            annotation = get_type_hints(groups.get(name, command), include_extras=True)[one.name]
+            flat.append(one.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotation))
 
     @wraps(command)
     def run(**values: Any) -> None:
         built = {name: group(**{field.name: values.pop(field.name) for field in fields(group)}) for name, group in groups.items()}
         command(**values, **built)
 
-    signature = inspect.Signature(list(parameters()))
-    run.__signature__ = signature  # type: ignore[attr-defined]
-    run.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
+    run.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in flat}
     return run
 
 
@@ -149,8 +146,14 @@ class PromptOptions(PromptFile):
     ] = None
 
     def read(self) -> list[str]:
+        from ..loading import MODELS
+
         words = self.prompts or []
-        parse.require_no_model_names(words)
+        for word in words:
+            if word in MODELS:  # most likely -m is missing
+                raise PromptError(
+                    f"prompt {word!r} is the name of a model. Choose the model with -m {word}, or use the word in a sentence."
+                )
         prompts = [*words, *self.read_file()]
         if not prompts:
             raise PromptError('no prompt given. Write one, such as "a red apple", or pass --prompts FILE.')
@@ -192,27 +195,13 @@ class FileOptions:
     quantize: Quantize = None
     kv_dtype: KvDtype = None
 
-    @property
-    def torch_dtype(self) -> torch.dtype | None:
-        return parse.torch_dtype(self.dtype)
-
     def open(self, name: str, device: str | None, **more: Any) -> Pipeline:
         """Loads a pipeline. `more`: arguments of `nextscale.load` without an option."""
         from .. import loading
 
-        return loading.load(
-            name,
-            weights=self.weights,
-            tokenizer=self.tokenizer,
-            text_encoder=self.text_encoder,
-            offload_text=self.offload_text,
-            download=not self.offline,
-            device=device,
-            dtype=self.torch_dtype,
-            quantize=self.quantize,
-            kv_dtype=self.kv_dtype,
-            **more,
-        )
+        given = {field.name: getattr(self, field.name) for field in fields(FileOptions)}
+        given |= {"download": not given.pop("offline"), "dtype": parse.torch_dtype(self.dtype)}
+        return loading.load(name, device=device, **given, **more)
 
 
 @dataclass(frozen=True)
@@ -235,7 +224,6 @@ class ModelOptions(FileOptions):
         return choose_device(self.device)
 
     def resolved(self, method: Method, schedule: Schedule, batch: int) -> Method:
-        """Returns the method that such a request runs. Raises SettingError if its settings do not fit the model or the size."""
         return parse.resolved_method(method, self.spec, schedule, batch, self.torch_device, self.weights)
 
     def load(self, **more: Any) -> Pipeline:
@@ -305,16 +293,14 @@ class SamplingOptions:
 
         guidance, switches = parse.parse_guidance(self.guidance, spec.settings.guidance), self.switches
         resolve_guidance(guidance, spec.settings.guidance).scales(schedule)
-        given: dict[str, Any] = {
-            "temperature": parse.parse_per_stage("--temperature", self.temperature),
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "greedy": switches.get("greedy") or None,
-            "smooth": switches.get("smooth"),
-        }
-        sampling = {name: value for name, value in given.items() if value is not None}
-        if "refine" in switches and spec.settings.sampling.refine is None:
-            raise SettingError(f"--sampling refine needs a model that samples late stages in rounds; {spec.name} does not. Leave it out.")
-        sampling |= {"refine": None} if switches.get("refine") is False else {}
+        given = {"temperature": parse.parse_per_stage("--temperature", self.temperature), "top_k": self.top_k, "top_p": self.top_p}
+        given |= {"greedy": switches.get("greedy") or None, "smooth": switches.get("smooth")}
+        sampling: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if "refine" in switches:
+            if spec.settings.sampling.refine is None:
+                raise SettingError(
+                    f"--sampling refine needs a model that samples late stages in rounds; {spec.name} does not. Leave it out."
+                )
+            sampling |= {} if switches["refine"] else {"refine": None}
         spec.settings.sampling.changed(**sampling).check(schedule)
         return {"guidance": guidance, "negative": self.negative and parse.parse_prompt(self.negative, spec), **sampling}

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any
 
 from ..errors import PromptError, SettingError, SizeError
 
@@ -23,15 +23,6 @@ if TYPE_CHECKING:
 
 LOCAL, AUTO = "local", "auto"  # --ray alone; --shard under a launcher
 SWITCHES = ("greedy", "smooth", "refine", "as_released", "positive_prompt")  # of --sampling
-
-
-def require_no_model_names(words: Sequence[str]) -> None:
-    """Raises PromptError for a prompt that is just a model name: most likely -m is missing."""
-    from ..loading import MODELS
-
-    for word in words:
-        if word in MODELS:
-            raise PromptError(f"prompt {word!r} is the name of a model. Choose the model with -m {word}, or use the word in a sentence.")
 
 
 def parse_prompt(text: str, spec: ModelSpec) -> str | int:
@@ -56,7 +47,7 @@ def parse_methods(words: Sequence[str] | None) -> Method:
     """Returns one method of several specs, each such as "fastvar" or "fastvar + skip:last=1"; none is dense generation."""
     from ..methods.registry import resolve_method
 
-    return resolve_method(list(words or ()))
+    return resolve_method(words)
 
 
 def method_name(text: str) -> str:
@@ -64,32 +55,21 @@ def method_name(text: str) -> str:
     return " + ".join(part.strip() for part in text.split("+"))
 
 
-@overload
-def torch_dtype(name: str) -> torch.dtype: ...
-@overload
-def torch_dtype(name: str | None) -> torch.dtype | None: ...
-def torch_dtype(name: str | None) -> torch.dtype | None:
+def torch_dtype(name: str | None) -> Any:
     import torch
 
-    return None if name is None else getattr(torch, name)
+    return name and getattr(torch, name)
 
 
 def resolved_method(
-    method: Method, spec: ModelSpec, schedule: Schedule, batch: int = 1, device: torch.device | None = None, weights: Path | None = None
+    method: Method, spec: ModelSpec, schedule: Schedule, batch: int, device: torch.device, weights: Path | None = None
 ) -> Method:
     """Returns the method that a request runs, as far as it is known without weights. Raises SettingError if its settings do not fit."""
-    import torch
-
-    from ..device import choose_device
-    from ..loading import artifacts
     from ..loading.load import without_weights
-    from ..methods.selection import SelectionContext
+    from ..methods.method import SelectionContext
 
-    model, tokenizer = without_weights(spec, torch.float32)
-    place = weights or artifacts.local_weights(spec)
-    model.rank_table = None if place is None else artifacts.rank_table_of(model, place)
+    model, tokenizer = without_weights(spec, torch_dtype("float32"), weights=weights)
     profiles = list(named_profiles(spec, weights).values()) if "alone" in method.exclusive else []
-    device = device or choose_device(None)
     context = SelectionContext(spec.name, model, device, tokenizer.pixels_per_token, profiles, schedule, batch, weights)
     resolved, _ = method.resolve(context)
     resolved.forecast(model, schedule)
@@ -112,18 +92,18 @@ def choose_schedule(schedules: Schedules, size: str | None, aspect: str | None =
 
     if size is None or "," not in size:
         return schedules.choose(None if size is None else parse_size(size), aspect)
-    maps = [one for one in map(parse_size, size.split(",")) if not isinstance(one, str)]
-    if len(maps) <= size.count(","):
+    maps = list(map(parse_size, size.split(",")))
+    if any(isinstance(one, str) for one in maps):
         raise SizeError(f"size must list token maps as sides or WIDTHxHEIGHT, such as 1,2,3,6x4; got {size!r}.")
-    return schedules.choose(Schedule(maps), aspect)
+    return schedules.choose(Schedule(maps), aspect)  # type: ignore[arg-type]
 
 
 def parse_size(text: str) -> tuple[int, int] | int | str:
     """Returns (height, width) of WIDTHxHEIGHT, or a side. Other text names a pixel budget and is left to the model."""
-    numbers = [int(part) for part in text.split("x") if re.fullmatch(r"\d{1,18}", part)]
-    if len(numbers) != text.count("x") + 1 or len(numbers) > 2:
+    found = re.fullmatch(r"(\d{1,18})(?:x(\d{1,18}))?", text)
+    if found is None:
         return text
-    return numbers[0] if len(numbers) == 1 else (numbers[1], numbers[0])
+    return int(text) if found[2] is None else (int(found[2]), int(found[1]))
 
 
 def size_text(size: Sequence[int]) -> str:
@@ -194,10 +174,10 @@ def parse_ray(text: str | None) -> RaySettings | None:
     from ..batching.ray_cluster import RaySettings
 
     words = text.split(",")
-    numbers = parse_pairs("--ray", [word for word in words if "=" in word], ("workers", "gpus"))
-    workers = numbers.get("workers")
-    if workers is not None and (workers < 1 or workers % 1):
-        raise SettingError(f"--ray workers must be an int from 1; got {workers:g}.")
-    return RaySettings(
-        next((word for word in words if "=" not in word), LOCAL), None if workers is None else int(workers), numbers.get("gpus", 1.0)
-    )
+    address = next((word for word in words if "=" not in word), LOCAL)
+    numbers: dict[str, Any] = parse_pairs("--ray", [word for word in words if "=" in word], ("workers", "gpus"))
+    if (workers := numbers.get("workers")) is not None:
+        if workers < 1 or workers % 1:
+            raise SettingError(f"--ray workers must be an int from 1; got {workers:g}.")
+        numbers["workers"] = int(workers)
+    return RaySettings(address, **numbers)

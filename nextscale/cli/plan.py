@@ -50,8 +50,9 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show the cost and memory of a method, without weights and without running it."""
+    from ..device import choose_device
     from ..guidance import ResolvedGuidance, resolve_guidance
-    from ..loading.artifacts import encoder_bytes, local_weights, rank_table_of
+    from ..loading.artifacts import encoder_bytes
     from ..loading.load import without_weights
     from ..loading.presets import model_spec
     from ..planning.cost import Workload
@@ -60,11 +61,10 @@ def plan(
     schedule, settings = size.schedule(spec), spec.settings
     built, tokenizer = without_weights(spec, parse.torch_dtype(dtype), quantize, kv_dtype)
     built.check_schedule(schedule)
-    built.rank_table = rank_table_of(built, weights) if (weights := local_weights(spec)) else None
     scale = parse.parse_guidance(guidance, settings.guidance)
     guided = ResolvedGuidance(resolve_guidance(scale, settings.guidance), schedule, len(built.blocks)).needs_both
     workload = Workload(schedule, batch, guided, text_tokens if built.stack[0].has_text else 0, settings.sampling.refine)
-    resolved = parse.resolved_method(chosen, spec, schedule, batch)
+    resolved = parse.resolved_method(chosen, spec, schedule, batch, choose_device(None))
     facts = forecast(spec, built, tokenizer, resolved, workload, keep_ratio, encoder_bytes(spec))
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
@@ -94,8 +94,8 @@ def forecast(
         name, planned, peak, others = method.planned(spec, model, tokenizer, workload)
         plain = (DENSE,) * len(schedule)
         text_encoder, parts = 0, [*parts, *((other, plain, plain) for other in others)]
-    pairs = list(zip(planned.stages, dense.stages, strict=True))
-    early = [(stage.keys, same.keys) for stage, same in pairs if not stage.stage.last]
+    stages = [stage_facts(stage, same) for stage, same in zip(planned.stages, dense.stages, strict=True)]
+    own, whole = (sum(stage.keys for stage in cost.stages if not stage.stage.last) for cost in (planned, dense))
     room = [reserved_bytes(one, schedule, room, workload.images, rows, workload.text_tokens) for one, _, room in parts]
     kept = [reserved_cache(one, schedule, own, workload.images, rows).kept_bytes for one, own, _ in parts]
     return {
@@ -105,11 +105,11 @@ def forecast(
         "guided": workload.guided,
         "keep_ratio": keep_ratio if method.data_dependent else None,
         "text_tokens": workload.text_tokens,
-        "stages": [stage_facts(stage, same) for stage, same in pairs],
+        "stages": stages,
         "dense": cost_facts(dense),
         "planned": cost_facts(planned),
         "share": planned.share(dense),
-        "key_share": sum(own for own, _ in early) / sum(whole for _, whole in early) if early else None,
+        "key_share": own / whole if len(schedule) > 1 else None,
         "memory": {  # bytes
             "reserved": max(room),  # of the KV cache before a request starts, text included
             "planned": max(kept),  # of it, read by later stages
@@ -147,15 +147,12 @@ def show(facts: dict[str, Any]) -> None:
     console.print(stage_table(facts))
     if any(stage["computed"] != stage["tokens"] for stage in facts["stages"]):
         console.print("Computed is the mean over all sublayers: some run fewer tokens than enter; the head runs those that enter.")
-    kinds = {"linear layers": "linear", "attention": "attention", "heads": "head"}
-    shares = [f"{title} {percent(facts['planned'][kind] / facts['dense'][kind])}" for title, kind in kinds.items()]
-    console.print(f"Dense, planned: MACs of this request. Planned relative to dense: {', '.join(shares)}.")
-    console.print(NOT_COUNTED)
+    linear, attention, heads = (percent(facts["planned"][kind] / facts["dense"][kind]) for kind in ("linear", "attention", "head"))
     console.print(
+        "Dense, planned: MACs of this request. Planned relative to dense:"
+        f" linear layers {linear}, attention {attention}, heads {heads}.\n{NOT_COUNTED}\n"
         f"KV cache: {gib(memory['reserved'])} are reserved, text included; later stages read {gib(memory['planned'])} of it,"
-        f" with dense generation {gib(memory['dense'])}."
-    )
-    console.print(
+        f" with dense generation {gib(memory['dense'])}.\n"
         f"Peak memory: about {gib(peak['peak'])}, dense {gib(memory['dense_peak']['peak'])}: weights {gib(peak['weights'])} without the"
         f" text encoder, and the larger of {gib(peak['generating'])} for the stages (KV cache and activations) and"
         f" {gib(peak['decoding'])} for decoding."
@@ -170,12 +167,10 @@ def show(facts: dict[str, Any]) -> None:
 def stage_table(facts: dict[str, Any]) -> Table:
     table = plain_table("stage", "grid", "tokens", "computed", "rows", "keys", "dense", "planned", "share", left=("stage",))
     sums = {name: sum(stage[name] for stage in facts["stages"]) for name in ("cells", "computed", "dense", "planned")}
-    total = sums | {name: facts[name] for name in ("share", "key_share")}
-    for stage in (*facts["stages"], total):
-        one = "index" in stage
+    for stage in (*facts["stages"], facts | sums):
         table.add_row(
-            str(stage["index"]) if one else "all",
-            f"{stage['width']}x{stage['height']}" if one else "",
+            str(stage.get("index", "all")),
+            f"{stage['width']}x{stage['height']}" if "width" in stage else "",
             str(stage["cells"]),
             "skipped" if stage.get("skipped") else str(round(stage["computed"])),
             str(stage.get("rows", "")),
@@ -188,12 +183,10 @@ def stage_table(facts: dict[str, Any]) -> Table:
 
 def short(number: int) -> str:
     """Returns three digits and a unit."""
-    if number == 0:
-        return "0"
     value, units = float(number), ["", "k", "M", "G", "T", "P"]
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1000, units[1:]
-    return f"{f'{value:#.3g}'.rstrip('.')} {units[0]}".strip()
+    return f"{f'{value:#.3g}'.rstrip('.')} {units[0]}".strip() if number else "0"
 
 
 def gib(size: int) -> str:

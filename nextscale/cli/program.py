@@ -38,8 +38,6 @@ RENAMED = {  # commands and options of earlier versions
     "--positive-prompt": "--sampling positive_prompt",
     "--against": "--real FOLDER",
     "--alpha": "--set alphas=0.9+0.95",
-    "--share": "--set share=0.1",
-    "--similarity": "--set similarity=0.84",
     "--metrics": "the variable NEXTSCALE_METRICS",
     "--probe": "python -m nextscale_research quality --probe FILE",
     "--unguided": "--guidance constant:1",
@@ -76,18 +74,16 @@ class Program(PlainFlags, TyperGroup):
             if isinstance(stream, TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # for names of files that the terminal cannot show
         try:
-            status = super().main(*args, **kwargs | {"standalone_mode": False})
+            sys.exit(super().main(*args, **kwargs | {"standalone_mode": False}))
         except NextscaleError as error:
-            typer.echo(f"error: {error}", err=True)
-            status = 2
+            message = str(error)
         except OSError as error:
-            typer.echo(f"error: {error}. Check the name, the permissions and the free space.", err=True)
-            status = 2
+            message = f"{error}. Check the name, the permissions and the free space."
         except USAGE_ERRORS as error:
             see = f" (see {error.ctx.command_path} --help)" if error.ctx else ""
-            typer.echo(f"error: {error.format_message().rstrip('.')}{hint(error)}{see}", err=True)
-            status = 2
-        sys.exit(status)
+            message = f"{error.format_message().rstrip('.')}{hint(error)}{see}"
+        typer.echo(f"error: {message}", err=True)
+        sys.exit(2)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[0] in RENAMED and args[0] not in self.commands:
@@ -100,12 +96,12 @@ def hint(error: Any) -> str:
     """Returns what to write instead of an old option, or of a model's name without -m."""
     if (name := getattr(error, "option_name", None)) in RENAMED:
         return f"; it is now {RENAMED[name]}"
-    words = re.findall(r"[^\s()]+", str(error.format_message())) if "unexpected extra argument" in error.format_message() else []
-    if not words or not any("--model" in option.opts for option in error.ctx.command.params):
+    text = str(error.format_message())
+    if "unexpected extra argument" not in text or not any("--model" in option.opts for option in error.ctx.command.params):
         return ""
     from ..loading import MODELS
 
-    return "".join(f"; choose the model with -m {word}" for word in words if word in MODELS)
+    return "".join(f"; choose the model with -m {word}" for word in re.findall(r"[^\s()]+", text) if word in MODELS)
 
 
 def require_values(words: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ import typer
 from ..errors import SettingError, SizeError
 from .files import default_out
 from .options import MACHINE, OUTPUT, Batch, ImageOptions, Limit, Methods, ModelOptions, Ray, SamplingOptions, option, out_option
-from .parse import AUTO, LOCAL, choose_schedule, parse_methods, parse_ray
+from .parse import AUTO, LOCAL, choose_schedule, parse_methods, parse_ray, torch_dtype
 from .show import image_bar, show_next
 
 if TYPE_CHECKING:
@@ -101,8 +101,7 @@ def sample(
         require_known_actors(model, ray, acceleration)
     elif run.shard == AUTO:
         model = on_own_gpu(model)
-    batches = run.batches(model, image, sampling, batch)
-    arguments, chosen = {}, {}
+    batches, arguments, chosen = run.batches(model, image, sampling, batch), {}, {}
     for one in {one.schedule: one for one in batches}.values():
         resolved = model.resolved(acceleration, one.schedule, one.images)
         if resolved != acceleration:
@@ -133,9 +132,11 @@ def require_known_actors(model: ModelOptions, ray: RaySettings, method: Method) 
 
     if model.device not in (None, "cpu"):
         raise SettingError(f"--device must be cpu or left out with --ray, which assigns GPUs to its actors; got {model.device}.")
-    if ray.address != LOCAL and model.dtype is None:
+    if ray.address == LOCAL:
+        return
+    if model.dtype is None:
         raise SettingError("--dtype is required on a cluster, whose devices may differ from those here. For GPUs pass --dtype bfloat16.")
-    if ray.address != LOCAL and isinstance(method, Auto):
+    if isinstance(method, Auto):
         raise SettingError(f"--method {method.label} depends on the machine, and a cluster may have several kinds. Name the method itself.")
 
 
@@ -157,7 +158,7 @@ def random(model: ModelOptions) -> Pipeline:
     if model.weights or model.tokenizer or model.text_encoder or model.offload_text:
         raise SettingError("--random-weights reads no files. Leave out --weights, --tokenizer, --text-encoder and --offload-text.")
     device = model.torch_device
-    dtype = choose_dtype(model.torch_dtype, device)
+    dtype = choose_dtype(torch_dtype(model.dtype), device)
     return random_pipeline(model.spec, device=device, dtype=dtype, quantize=model.quantize, kv_dtype=model.kv_dtype)
 
 
@@ -165,20 +166,18 @@ def described(
     model: ModelOptions, sampling: SamplingOptions, label: str, method: Sequence[str] | None, random_weights: bool
 ) -> dict[str, Any]:
     """Returns what images depend on besides prompt and seed, as plain values. Files are compared by name and content."""
-    names = ("weights", "tokenizer", "text_encoder")
-    files = {name: named_with_content(given) for name in names if (given := getattr(model, name)) is not None}
-    tables = [named_with_content(file) for file in re.findall(r"[^\s=,{}\[\]]+\.json", " ".join(method or ()))]
-    types = {name: value for name in ("quantize", "kv_dtype") if (value := getattr(model, name)) is not None}
-    return {
-        "model": model.model,
-        **files,
-        **({"weights": "random"} if random_weights else {}),
-        "method": label,
-        **({"method_files": tables} if tables else {}),
-        "dtype": model.dtype or ("bfloat16" if model.torch_device.type == "cuda" else "float32"),
-        **types,
-        **sampling.changes,
-    }
+    found: dict[str, Any] = {"model": model.model}
+    for name in ("weights", "tokenizer", "text_encoder"):
+        if (file := getattr(model, name)) is not None:
+            found[name] = named_with_content(file)
+    if random_weights:
+        found["weights"] = "random"
+    found["method"] = label
+    if files := re.findall(r"[^\s=,{}\[\]]+\.json", " ".join(method or ())):
+        found["method_files"] = list(map(named_with_content, files))
+    found["dtype"] = model.dtype or ("bfloat16" if model.torch_device.type == "cuda" else "float32")
+    types = {"quantize": model.quantize, "kv_dtype": model.kv_dtype}
+    return found | {name: value for name, value in types.items() if value is not None} | sampling.changes
 
 
 def named_with_content(given: str | Path) -> str:

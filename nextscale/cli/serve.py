@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from ..errors import MissingExtra, SettingError
 from .options import DEFAULT_DEVICE, DEFAULT_MODEL, MACHINE, MODEL_HELP, FileOptions, Methods, Ray, option
@@ -30,14 +29,6 @@ class ServedOptions(FileOptions):
     models: Annotated[Texts, option("--model -m", "NAME", f"{MODEL_HELP} Can be repeated.", None, DEFAULT_MODEL)] = None
     devices: Annotated[Texts, option("--device", "DEVICE", "cpu, cuda, cuda:N or mps; can be repeated.", MACHINE, DEFAULT_DEVICE)] = None
     alias: Annotated[Texts, option("--alias", "NAME=MODEL", "Another name of a model, for clients that use it; can be repeated.")] = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(self.models or [DEFAULT_MODEL]))
-
-    def require_one_model(self) -> None:
-        if len(self.names) > 1 and (self.weights or self.tokenizer or self.text_encoder):
-            raise SettingError("--weights, --tokenizer and --text-encoder need a single model. Serve one, or set NEXTSCALE_HOME.")
 
 
 @dataclass(frozen=True)
@@ -67,8 +58,8 @@ class NetworkOptions:
     api_key_file: Annotated[
         Path | None, option("--api-key-file", "FILE", f"API keys, one per line; or set {KEY_VARIABLE} to a key.", NETWORK)
     ] = None
-    cors_origin: Annotated[Texts, option("--cors-origin", "ORIGIN", "Allow pages of this origin; can be repeated.", NETWORK)] = None
-    allow_host: Annotated[Texts, option("--allow-host", "NAME", "Another host name of this server; can be repeated.", NETWORK)] = None
+    cors_origins: Annotated[Texts, option("--cors-origin", "ORIGIN", "Allow pages of this origin; can be repeated.", NETWORK)] = None
+    allowed_hosts: Annotated[Texts, option("--allow-host", "NAME", "Another host name of this server; can be repeated.", NETWORK)] = None
     log_prompts: Annotated[bool, option("--log-prompts", None, "Write prompts into the log.", NETWORK)] = False
     limit: Annotated[
         Texts,
@@ -80,11 +71,6 @@ class NetworkOptions:
             NETWORK,
         ),
     ] = None
-
-    def api_keys(self) -> tuple[str, ...]:
-        from ..serve.settings import read_api_keys
-
-        return tuple(os.environ.get(KEY_VARIABLE, "").split()) if self.api_key_file is None else read_api_keys(self.api_key_file)
 
 
 def serve(
@@ -100,39 +86,39 @@ def serve(
     from ..loading.presets import model_spec
 
     ray, named, chosen = parse_ray(on_ray), " + ".join(method or ["dense"]), parse_methods(method)
-    limits = parse_pairs("--limit", network.limit or (), (*TIMEOUTS, *SIZES))
+    limits: dict[str, Any] = parse_pairs("--limit", network.limit or (), (*TIMEOUTS, *SIZES))
     devices: tuple[str | None, ...] = tuple(model.devices or (None,))
-    specs = [model_spec(name) for name in model.names]
-    model.require_one_model()
+    names = tuple(dict.fromkeys(model.models or [DEFAULT_MODEL]))
+    specs = list(map(model_spec, names))
+    if len(specs) > 1 and (model.weights or model.tokenizer or model.text_encoder):
+        raise SettingError("--weights, --tokenizer and --text-encoder need a single model. Serve one, or set NEXTSCALE_HOME.")
     for spec, device in product(specs, map(choose_device, devices)):
         resolved_method(chosen, spec, spec.settings.schedules.choose(None, None), 1, device, model.weights)
-    require_packages()
+    for package in ("fastapi", "uvicorn", "prometheus_client"):
+        try:
+            import_module(package)
+        except ImportError as error:
+            raise MissingExtra(f"`nextscale serve` needs the package {package}: pip install 'nextscale[serve]'") from error
     from ..serve.run import serve as run
     from ..serve.service import Content, Warmup
-    from ..serve.settings import Limits, ServeSettings, parse_aliases
+    from ..serve.settings import Limits, ServeSettings, parse_aliases, read_api_keys
 
     warmups = tuple(map(Warmup.parse, batching.warmup or ()))
     offers = {size for spec in specs for size in spec.settings.schedules.offers()}
     if bad := [size_text(warmup.size) for warmup in warmups if warmup.size not in offers]:
         raise SettingError(f"--warmup must be a size of the models: no model has {bad[0]}.")
+    given = vars(batching) | vars(network)
+    same = {name: value for name, value in given.items() if name in ServeSettings.model_fields}
     settings = ServeSettings(
-        host=network.host,
-        port=network.port,
-        root_path=network.root_path,
-        max_batch=batching.max_batch,
+        **same | {name: tuple(given[name] or ()) for name in ("cors_origins", "allowed_hosts")},
         batch_delay=batching.batch_delay_ms / 1000,
-        max_queue=batching.max_queue,
-        same_images=batching.same_images,
-        api_keys=network.api_keys(),
-        cors_origins=tuple(network.cors_origin or ()),
-        allowed_hosts=tuple(network.allow_host or ()),
-        log_prompts=network.log_prompts,
+        api_keys=tuple(os.environ.get(KEY_VARIABLE, "").split()) if network.api_key_file is None else read_api_keys(network.api_key_file),
         limits=Limits(**{name: int(value) for name, value in limits.items() if name in SIZES}),
         **{name: value for name, value in limits.items() if name in TIMEOUTS},
     )
-    aliases = parse_aliases(model.alias or [], model.names)
+    aliases = parse_aliases(model.alias or [], names)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    content = Content(model.names, devices, model.open, aliases, named, warmups)
+    content = Content(names, devices, model.open, aliases, named, warmups)
     show_next(f"open http://{network.host}:{network.port} when the server is ready, or use it as base_url of OpenAI's client")
     if ray is None:
         run(content, settings)
@@ -140,11 +126,3 @@ def serve(
     from ..serve.ray import RayServer, serve_on_ray
 
     serve_on_ray(RayServer(content, settings, ray))
-
-
-def require_packages(packages: Sequence[str] = ("fastapi", "uvicorn", "prometheus_client")) -> None:
-    for package in packages:
-        try:
-            import_module(package)
-        except ImportError as error:
-            raise MissingExtra(f"`nextscale serve` needs the package {package}: pip install 'nextscale[serve]'") from error

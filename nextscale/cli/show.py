@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ..report import Report
 
 UNLIMITED_WIDTH = 10_000
-ENGINES = {"graphs": "CUDA graphs"}
+ENGINES = {"graphs": "CUDA graphs", "eager": "eager"}
 MIN_LIGHT = 0.25  # where no stage computed anything
 GOOD_FOR = {
     "dense": "no acceleration: the reference for all others",
@@ -27,7 +27,6 @@ GOOD_FOR = {
     "sparsevar": "computes only the changing cells of late stages: by a threshold (tau=0.6) or a share (keep=0.5)",
     "fastvar": "computes only the salient tokens of late stages, at a fixed cost",
     "stagevar": "runs late stages at low rank without guidance: the largest speedup on Infinity",
-    "scalekv": "keeps a part of the KV cache: less memory for large images and batches",
     "auto": "chooses from measured profiles: auto:speedup=2, auto:lpips=0.1 or auto:ms=50",
 }
 FONT_SIZE, MARGIN = 18, 6  # pixels
@@ -58,8 +57,7 @@ def method_table() -> Table:
 
     table = plain_table("method", "", left=("method",), folded=("",))
     for name in method_names():
-        text = GOOD_FOR.get(name) or (method_class(name).__doc__ or "").partition("\n")[0]
-        table.add_row(name, escape(text))
+        table.add_row(name, escape(GOOD_FOR.get(name) or (method_class(name).__doc__ or "").partition("\n")[0]))
     return table
 
 
@@ -69,7 +67,7 @@ def percent(share: float) -> str:
 
 def engines(reports: Sequence[Report]) -> str:
     """Returns the engines in the order in which they ran: "eager", "CUDA graphs" or "eager, then CUDA graphs"."""
-    return ", then ".join(dict.fromkeys(ENGINES.get(report.engine, report.engine) for report in reports))
+    return ", then ".join(dict.fromkeys(ENGINES[report.engine] for report in reports))
 
 
 class WholePercent(ProgressColumn):

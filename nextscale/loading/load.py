@@ -31,6 +31,7 @@ from .artifacts import (
     encoder_artifact,
     fetch_missing,
     find,
+    local_weights,
     profile_folders,
     rank_table_of,
     weight_artifacts,
@@ -240,7 +241,7 @@ def download_model(name: str, to: Path | None = None, convert: bool = False, off
 
 
 def without_weights(
-    spec: ModelSpec, dtype: torch.dtype, quantize: Quantize | None = None, kv_dtype: KvDtype | None = None
+    spec: ModelSpec, dtype: torch.dtype, quantize: Quantize | None = None, kv_dtype: KvDtype | None = None, weights: Path | None = None
 ) -> tuple[NextScaleModel, Tokenizer]:
     """Returns the model and its tokenizer on the meta device, as `load` with these options would make them."""
     check_quantized_dtype(quantize, dtype)
@@ -249,6 +250,8 @@ def without_weights(
         place(module, torch.device("meta"), dtype, module.float32)
     if quantize is not None:
         quantize_blocks(model, quantize)
+    files = weights or local_weights(spec)
+    model.rank_table = None if files is None else rank_table_of(model, files)
     return model, tokenizer
 
 

@@ -4,10 +4,8 @@ from .auto import Auto
 from .combine import Combined
 from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
-from .method import DENSE, Method, MethodRun, Plans, RunSetup, Span, StagePlan, TokenCounts
+from .method import DENSE, Method, MethodRun, Plans, RunSetup, SelectionContext, Span, StagePlan, TokenCounts
 from .registry import METHODS, MethodLike, method_names, resolve_method
-from .scalekv import ScaleKV
-from .selection import SelectionContext
 from .skip import SkipStages
 from .sparsevar import SparseVAR
 from .stagevar import StageVAR
@@ -24,7 +22,6 @@ __all__ = [
     "MethodRun",
     "Plans",
     "RunSetup",
-    "ScaleKV",
     "SelectionContext",
     "SkipStages",
     "Span",

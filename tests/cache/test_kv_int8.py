@@ -16,10 +16,10 @@ from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import MODELS, build_model, build_tokenizer
 from nextscale.methods.combine import Combined
 from nextscale.methods.drop_guidance import DropGuidance
-from nextscale.methods.scalekv import ScaleKV
 from nextscale.planning.cost import Workload
 from nextscale.planning.memory import request_memory, reserved_cache
 from nextscale.stage import Schedule, Tokens
+from nextscale_research.methods.scalekv import ScaleKV
 from tests.helpers import tiny
 from tests.helpers.kernel_cases import Maker
 from tests.helpers.tape import Dispatched, play_graphs_on_the_cpu

@@ -221,7 +221,7 @@ def test_rows_are_not_added_to_other_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("side", [256, 512])
 def test_its_methods_fit_the_model_in_the_package(side: int) -> None:
     for method in PUBLISHED:
-        parse.resolved_method(resolve_method(method), NANO, NANO.settings.schedules.choose(side, None), device=torch.device("cpu"))
+        parse.resolved_method(resolve_method(method), NANO, NANO.settings.schedules.choose(side, None), 1, torch.device("cpu"))
     assert len(set(PROMPTS)) == 8
 
 

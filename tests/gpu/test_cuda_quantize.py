@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from nextscale import FastVAR, Method, Pipeline, ScaleKV, SparseVAR, StageVAR
+from nextscale import FastVAR, Method, Pipeline, SparseVAR, StageVAR
 from nextscale.device import FP8_FROM, check_quantize
 from nextscale.errors import SettingError
 from nextscale.kernels.reference import E4M3, to_e4m3
 from nextscale.loading.load import quantize_model, random_pipeline
 from nextscale.models.feed_forward import FeedForward, GatedFeedForward
 from nextscale.models.quantization import Fp8Linear, Int8Linear, Quantize, scaled_product, scaled_product_reference
+from nextscale_research.methods import ScaleKV
 from nextscale_research.quality.format_errors import Seen, generate_seen, stage_errors
 from tests.gpu.test_cuda_graphs import eager
 from tests.helpers.tiny import FAMILIES, KINDS, SPECS, assert_same_bits, one_prompt, prompts

@@ -17,7 +17,7 @@ import nextscale
 from benchmarks.formats_table import speed_table
 from benchmarks.roofline import Rates, request_roofline
 from benchmarks.speed_tables import speed_tables
-from nextscale import FastVAR, Method, Pipeline, ScaleKV, SparseVAR, StageVAR
+from nextscale import FastVAR, Method, Pipeline, SparseVAR, StageVAR
 from nextscale import device as placement
 from nextscale.errors import SettingError
 from nextscale.kernels.reference import E4M3_MAX, from_e4m3, to_e4m3
@@ -27,7 +27,7 @@ from nextscale.models.quantization import FORMATS, PRODUCTS, Fp8Linear, Int8Line
 from nextscale.planning.cost import Workload
 from nextscale.planning.memory import weights_bytes
 from nextscale.profiles import fingerprint
-from nextscale_research.methods import ToMe
+from nextscale_research.methods import ScaleKV, ToMe
 from nextscale_research.quality.format_errors import generate_seen, plant_outliers, stage_errors
 from nextscale_research.quality.formats import OWN, Variant, compare_formats
 from nextscale_research.quality.rows import CONDITIONS, comparable

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nextscale import ScaleKV, Schedule
+from nextscale import Schedule
 from nextscale.cache import AttentionCall, CacheSpec, LayerCache, Workspace
 from nextscale.methods.method import MethodRun, RunSetup
-from nextscale.methods.scalekv import PUBLISHED, ScaleKVCache, key_scores, top_as_released
 from nextscale.models import Infinity
+from nextscale_research.methods import ScaleKV
+from nextscale_research.methods.scalekv import PUBLISHED, ScaleKVCache, key_scores, top_as_released
 from tests.parity import infinity_cases
 from tests.parity.accelerated import SettledBits, SettledDraws, bit_rng, stated_tolerance
 from tests.parity.compare import Expected, Tolerance

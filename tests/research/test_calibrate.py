@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -42,3 +43,10 @@ def test_decision_models(calibrate: Callable[..., Result], tmp_path: Path) -> No
     sides = Schedule([int(side) for side in WIDE.split(",")])
     assert tiny.shared_pipeline("flexvar")([1], seed=1, size=sides, method="skipvar:models=models.json").pixels.isfinite().all()
     assert "--force" in calibrate("calibrate-skipvar", 1, "--out", "models.json").output
+
+
+def test_drafters(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+    done = calibrate("calibrate-scalekv", 1, 2, "--share", "0.3", "--out", "roles.json")
+    assert done.exit_code == 0 and done.output.count("loses") == 3 and done.output.count("drafter\n") == 1
+    assert re.search(r"--method 'scalekv:drafters=\[\d\],share=0.3'", done.output)
+    assert len(json.loads((tmp_path / "roles.json").read_text())["drafters"]) == 1

@@ -14,16 +14,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale import Method, Pipeline, ScaleKV, Schedule, SkipStages, StageVAR, Tokens
+from nextscale import Method, Pipeline, Schedule, SkipStages, StageVAR, Tokens
 from nextscale.cache import AttentionCall, CacheSpec, CacheView, Workspace
 from nextscale.engine import captures
 from nextscale.engine.executor import Engine
 from nextscale.errors import SettingError, SizeError
-from nextscale.eval.calibrate_scalekv import measure_roles
 from nextscale.loading.load import random_pipeline
 from nextscale.loading.presets import ModelSpec, build_model, model_spec
 from nextscale.methods import DENSE, resolve_method
-from nextscale.methods.scalekv import (
+from nextscale.planning.cost import Workload, request_cost
+from nextscale.planning.memory import reserved_cache
+from nextscale.schedules import INFINITY_SIZES, SquareSchedules
+from nextscale.stage import Stage
+from nextscale_research.methods import CoDe, LiteVAR, PiToMe, ScaleKV, SkipVAR, SparseViT, SparVAR, ToMe, ZipVL, skipvar
+from nextscale_research.methods.calibrate_scalekv import measure_roles
+from nextscale_research.methods.calibrate_skipvar import fit, logistic_regression, measure, most_within
+from nextscale_research.methods.code import released_sampling
+from nextscale_research.methods.key_lists import KeyLists, centres, key_map
+from nextscale_research.methods.litevar import LiteVARCache, band
+from nextscale_research.methods.pitome import energies, merged_by_energy
+from nextscale_research.methods.scalekv import (
     PUBLISHED,
     PUBLISHED_SIDES,
     key_scores,
@@ -33,16 +43,6 @@ from nextscale.methods.scalekv import (
     top_keys,
     window_places,
 )
-from nextscale.planning.cost import Workload, request_cost
-from nextscale.planning.memory import reserved_cache
-from nextscale.schedules import INFINITY_SIZES, SquareSchedules
-from nextscale.stage import Stage
-from nextscale_research.methods import CoDe, LiteVAR, PiToMe, SkipVAR, SparseViT, SparVAR, ToMe, ZipVL, skipvar
-from nextscale_research.methods.calibrate_skipvar import fit, logistic_regression, measure, most_within
-from nextscale_research.methods.code import released_sampling
-from nextscale_research.methods.key_lists import KeyLists, centres, key_map
-from nextscale_research.methods.litevar import LiteVARCache, band
-from nextscale_research.methods.pitome import energies, merged_by_energy
 from nextscale_research.methods.skipvar import features_of, gradient, high_frequencies
 from nextscale_research.methods.skipvar_models import Classifier, Decisions, published_decisions
 from nextscale_research.methods.sparsevit import ActiveBlocks, window_scores
@@ -393,7 +393,7 @@ def test_scores_of_keys_by_hand() -> None:
 @pytest.mark.parametrize("family", ["var", "hart"])
 def test_compressed_caches_take_what_is_reserved(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte, at every layer of every stage; and what is kept is what the budgets say."""
-    from nextscale.methods.scalekv import ScaleKVCache
+    from nextscale_research.methods.scalekv import ScaleKVCache
 
     pipe, method = tiny.shared_pipeline(family), PEERS["scalekv"][0]
     schedule, caches, held = tiny.schedule_of(family), [], {}

@@ -3,6 +3,7 @@
 from .code import CoDe
 from .litevar import LiteVAR
 from .pitome import PiToMe
+from .scalekv import ScaleKV
 from .skipvar import SkipVAR
 from .sparsevit import SparseViT
 from .sparvar import SparVAR
@@ -10,4 +11,4 @@ from .stagevar_variants import StageVARVariants
 from .tome import ToMe
 from .zipvl import ZipVL
 
-__all__ = ["CoDe", "LiteVAR", "PiToMe", "SkipVAR", "SparVAR", "SparseViT", "StageVARVariants", "ToMe", "ZipVL"]
+__all__ = ["CoDe", "LiteVAR", "PiToMe", "ScaleKV", "SkipVAR", "SparVAR", "SparseViT", "StageVARVariants", "ToMe", "ZipVL"]

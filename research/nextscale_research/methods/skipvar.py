@@ -107,7 +107,7 @@ class SkipVAR(Strategy):
     as_released: bool = False
     decisions: Decisions = field(init=False, repr=False)  # read once: a file that changes is another method
 
-    exclusive = frozenset({"images"})
+    exclusive = frozenset({"tokens"})  # which groups of images would choose apart
 
     def __post_init__(self) -> None:
         require_flags(self, "as_released")

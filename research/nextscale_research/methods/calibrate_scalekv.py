@@ -6,18 +6,28 @@ compressed, it takes the share of the window's attention, head by head, that key
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import torch
+import typer
 from torch import Tensor
 
-from ..cache import AttentionCall, CacheSpec, LayerCache, Workspace
-from ..methods.method import Method, MethodRun, RunSetup
-from ..methods.scalekv import LAYERS_PER_DRAFTER, ScaleKV, window_places
-from ..pipeline import Pipeline
-from ..stage import Schedule
+from nextscale.cache import AttentionCall, CacheSpec, LayerCache, Workspace
+from nextscale.cli.files import require_writable
+from nextscale.cli.options import Batch, Force, ImageOptions, ModelOptions, PromptOptions, grouped, option, out_option
+from nextscale.cli.parse import parse_prompt
+from nextscale.cli.show import show_next
+from nextscale.io import write_text
+from nextscale.methods.method import Method, MethodRun, RunSetup
+from nextscale.pipeline import Pipeline
+from nextscale.stage import Schedule
+
+from ..program import app
+from .scalekv import LAYERS_PER_DRAFTER, ScaleKV, window_places
 
 
 class Roles(NamedTuple):
@@ -86,3 +96,28 @@ def measure_roles(pipe: Pipeline, prompts: Sequence[Any], schedule: Schedule, me
     lost = sums / max(1, len(watching.seen) // layers)
     number = max(1, int(layers / LAYERS_PER_DRAFTER))
     return Roles(tuple(lost.tolist()), tuple(sorted(lost.topk(number).indices.tolist())))
+
+
+@app.command("calibrate-scalekv")
+@grouped
+def calibrate_scalekv(
+    *,
+    prompts: PromptOptions,
+    model: ModelOptions,
+    image: ImageOptions,
+    batch: Batch = 4,
+    share: Annotated[float, option("--share", "SHARE", "Mean share of the keys that layers keep.", min=0.001, max=1)] = 0.1,
+    out: Annotated[Path | None, out_option("FILE", "The .json file to write.", "none")] = None,
+    force: Force = False,
+) -> None:
+    """Find the layers that keep most keys with ScaleKV, on a few dozen generated images."""
+    spec, schedule = model.spec, image.schedule(model.spec)
+    given = [parse_prompt(text, spec) for text in prompts.read() for _ in range(image.num_images)]
+    require_writable([out] if out else [], force)
+    roles = measure_roles(model.load(), given, schedule, ScaleKV(share=share), image.seed, batch)
+    for layer, lost in enumerate(roles.lost):
+        typer.echo(f"layer {layer:3d}  loses {100 * lost:5.1f} % of its attention{'  drafter' if layer in roles.drafters else ''}")
+    if out:
+        about = {"model": spec.name, "images": len(given), "seed": image.seed, "share": share}
+        write_text(json.dumps(about | {"drafters": roles.drafters, "lost": roles.lost}) + "\n", out)
+    show_next(f"nextscale compare -m {model.model} --method 'scalekv:drafters={list(roles.drafters)},share={share:g}'")

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cache import AttentionCall, CacheSpec, CompressedLayerCache, CompressedSpec, LayerCache, Workspace
-from ..errors import SettingError
-from ..stage import Schedule, Tokens
-from ..validation import is_int, is_positive_fraction, require, require_flags, require_stages, sorted_pairs
-from .method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
+from nextscale.cache import AttentionCall, CacheSpec, CacheView, CompressedSpec, LayerCache, Workspace, copy_wide, row_count
+from nextscale.errors import SettingError
+from nextscale.methods.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
+from nextscale.stage import Rows, Schedule, Tokens
+from nextscale.validation import is_int, is_positive_fraction, require, require_flags, require_stages, sorted_pairs
 
 if TYPE_CHECKING:
-    from ..models.base import NextScaleModel
+    from nextscale.models.base import NextScaleModel
 
 Budgets = tuple[tuple[int, tuple[int, ...]], ...]
 
@@ -60,8 +60,8 @@ class ScaleKV(Method):
 
     share: mean share of the keys before the last stage that the layers keep, where no budgets are published. 1 keeps all.
     drafters: layers that keep as much as fits the mean. None is the published choice for Infinity of 32 and 40 layers at its 13 square
-        stages, with the published budgets, and elsewhere the first layers, one in about 13. `nextscale calibrate
-        scalekv` measures a model's own.
+        stages, with the published budgets, and elsewhere the first layers, one in about 13. `python -m
+        nextscale_research calibrate-scalekv` measures a model's own.
     budgets: {stage index: keys that every layer keeps when the stage has run}, a number or one per layer, in place of share and drafters.
     window: tokens of a stage that are kept whatever they score, and whose queries score the others.
     pooling: width of the max-pooling, an odd number.
@@ -176,6 +176,45 @@ class ScaleKVRun(MethodRun):
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
         return ScaleKVCache(spec, workspace, self.method) if isinstance(spec, CompressedSpec) else LayerCache(spec, workspace)
+
+
+class CompressedLayerCache(LayerCache):
+    """Holds what was kept, in memory of just that size; an override of `attend` calls `keep`.
+
+    A stage reads what its layer has kept, and its own keys, from the workspace, so that the largest stage takes memory once and not in
+    every layer.
+    """
+
+    def reserve(self, rows: int, new: int, tokens: Tokens, *, finite_tails: bool = True) -> CacheView:
+        keys, values = self.workspace.pair(rows, self.length + new)
+        for target, source in zip((keys, values), self._pair or (), strict=False):
+            copy_wide(target.narrow(1, 0, self.length), source)
+        self._pair = None
+        view = self._ragged(CacheView(keys, values, self.length, self.length + new), new, tokens, True, finite_tails)
+        self.length += new
+        return view
+
+    def kept_after(self, stage: int) -> int | None:
+        """Returns the number of tokens of a row to keep after this stage; None for all."""
+        kept = next(known.kept for known in self.spec.stages if known.stage == stage)
+        return kept[0] if kept is not None and kept[0] < self.length else None
+
+    def keep(self, view: CacheView, selection: Tensor | None) -> None:
+        """Holds the entries at `selection` [R, K, H], ascending, of the workspace; None: all."""
+        for_heads = None if selection is None else selection[..., None].expand(-1, -1, -1, view.keys.shape[-1])
+        filled = [store.narrow(1, 0, view.end) for store in (view.keys, view.values)]
+        self._pair = tuple(store.clone() if for_heads is None else store.gather(1, for_heads) for store in filled)
+        if selection is not None:
+            self.length = selection.shape[1]
+            self.lengths = None if self.lengths is None else self.lengths.clamp(max=self.length)
+
+    def keep_rows(self, rows: Rows) -> None:
+        self._rows = row_count(rows, self._rows)
+        self._pair = None if self._pair is None else tuple(store[rows].clone() for store in self._pair)
+        self.lengths = None if self.lengths is None else self.lengths[rows]
+
+    def _clear_tail(self) -> None:
+        """Tails are in the workspace, where they are cleared."""
 
 
 class ScaleKVCache(CompressedLayerCache):
