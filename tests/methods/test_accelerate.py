@@ -289,6 +289,13 @@ def test_what_does_not_go_together_is_refused_before_anything_runs(methods: tupl
         pipeline(tiny.prompts("infinity", 1), seed=0, method=methods[::order], on_stage=never)
 
 
+def test_plug_ins_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nextscale.methods.registry.plugins", dict)
+    for name in ("skipvar", "scalekv", "tome", "code"):
+        with pytest.raises(SettingError, match=rf"{name}.*pip install ./research"):
+            resolve_method(name)
+
+
 def test_a_stage_of_two_cells_counts_as_reduced_before_anything_runs() -> None:
     """Half of them and half of one anchor, rounded up, would be both; a run may leave out one."""
     pipeline, schedule = tiny.shared_pipeline("infinity"), Schedule(((1, 1), (1, 2), (2, 4), (4, 8)))
