@@ -25,9 +25,8 @@ from .errors import SettingError
 from .generate import StageOutput
 from .guidance import Guidance, GuidanceLike
 from .methods.auto import Auto
-from .methods.method import Method
+from .methods.method import Method, SelectionContext
 from .methods.registry import MethodLike, resolve_method
-from .methods.selection import SelectionContext
 from .methods.strategy import Partners, split_strategy
 from .models.base import NextScaleModel
 from .output import Output, Preview, Stages, mask_of

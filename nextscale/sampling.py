@@ -195,20 +195,6 @@ class ImageRng:
             FILLS[kind](image, generator=generator)
         return noise
 
-    def get_state(self) -> Sequence[Tensor]:
-        """Where its streams are now."""
-        return [generator.get_state() for generator in self.generators]
-
-    def set_state(self, state: Sequence[Tensor]) -> None:
-        for generator, own in zip(self.generators, state, strict=True):
-            generator.set_state(own)
-
-    def only(self, images: Sequence[int]) -> ImageRng:
-        """Returns the same numbers for some images, in streams of their own."""
-        rng = ImageRng((), torch.device("cpu"))
-        rng.generators = [copy_generator(self.generators[image]) for image in images]
-        return rng
-
 
 METHOD_STREAM = 0x6E657874_7363616C  # mixed into an image's seed for the noise of a method
 
@@ -232,24 +218,6 @@ class SharedRng:
 
     def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
         return torch.empty(tuple(shape), device=device).normal_(generator=self.generator)
-
-    def get_state(self) -> Sequence[Tensor]:
-        return [self.generator.get_state()]
-
-    def set_state(self, state: Sequence[Tensor]) -> None:
-        self.generator.set_state(state[0])
-
-    def only(self, images: Sequence[int]) -> SharedRng:
-        """Returns the same numbers in a stream of its own."""
-        return SharedRng(copy_generator(self.generator))
-
-
-def copy_generator(generator: torch.Generator) -> torch.Generator:
-    return torch.Generator(generator.device).set_state(generator.get_state())
-
-
-Rewindable = ImageRng | SharedRng
-"""What can give the same numbers again."""
 
 
 def filter_logits(logits: Tensor, top_k: int, top_p: float) -> Tensor:

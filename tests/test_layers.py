@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("parts", ("cache", "canvas", "guidance", "sampling", "schedules", "metrics")),
     ("models", ("models", "tokenizers", "text")),
     ("device", ("device",)),
-    ("method interface", ("methods.method", "methods.selection")),
+    ("method interface", ("methods.method",)),
     ("planning", ("planning",)),
     ("methods", ("methods",)),
     ("generate", ("generate", "prefix", "request")),

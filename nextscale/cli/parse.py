@@ -66,7 +66,7 @@ def resolved_method(
 ) -> Method:
     """Returns the method that a request runs, as far as it is known without weights. Raises SettingError if its settings do not fit."""
     from ..loading.load import without_weights
-    from ..methods.selection import SelectionContext
+    from ..methods.method import SelectionContext
 
     model, tokenizer = without_weights(spec, torch_dtype("float32"), weights=weights)
     profiles = list(named_profiles(spec, weights).values()) if "alone" in method.exclusive else []

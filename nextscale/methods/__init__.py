@@ -4,9 +4,8 @@ from .auto import Auto
 from .combine import Combined
 from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
-from .method import DENSE, Method, MethodRun, Plans, RunSetup, Span, StagePlan, TokenCounts
+from .method import DENSE, Method, MethodRun, Plans, RunSetup, SelectionContext, Span, StagePlan, TokenCounts
 from .registry import METHODS, MethodLike, method_names, resolve_method
-from .selection import SelectionContext
 from .skip import SkipStages
 from .sparsevar import SparseVAR
 from .stagevar import StageVAR

@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import shlex
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..device import hardware_name
 from ..errors import SettingError
 from ..validation import is_number, require
-from .method import Method, Plans
+from .method import Method, Plans, SelectionContext
 
 if TYPE_CHECKING:
     from ..models.base import NextScaleModel
     from ..stage import Schedule
-    from .selection import MeasuredPoint, MeasuredProfile, SelectionContext
 
 DEFAULT_LPIPS = 0.1
 SAME_BUDGET = 0.1  # cells of the last stage may differ by this share: another aspect ratio of the same pixel budget
@@ -60,26 +59,23 @@ class Auto(Method):
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         raise SettingError(f"{self.label} is not a method until `resolve` has selected one for a request.")
 
-    def point_of(self, profile: MeasuredProfile) -> MeasuredPoint:
+    def point_of(self, profile: Any) -> Any:
         """Returns the point of a profile that meets the target, wherever that was measured."""
         if self.speedup is not None:
             return profile.nearest(self.speedup)
         return profile.fastest(self.lpips or DEFAULT_LPIPS) if self.ms is None else profile.within(self.ms)
 
-    def _point(self, profile: MeasuredProfile, context: SelectionContext) -> MeasuredPoint:
-        here = hardware_name(context.device)
-        if self.ms is not None and profile.hardware != here:
-            raise SettingError(
-                f"ms needs a profile of {here}; got that of {profile.described}: {advice(context)}, or give speedup or lpips."
-            )
+    def _point(self, profile: Any, context: SelectionContext) -> Any:
+        if self.ms is not None and profile.hardware != (here := hardware_name(context.device)):
+            raise SettingError(f"ms needs a profile of {here}; got {profile.described}: {advice(context)}, or give speedup or lpips.")
         return self.point_of(profile)
 
 
-def fitting_profile(context: SelectionContext) -> MeasuredProfile:
+def fitting_profile(context: SelectionContext) -> Any:
     """Returns the profile for a request: of the same grids before one of another aspect ratio, of the same hardware before any other on the
     same kind of device, then of the nearest batch; of equals the last."""
 
-    def distance(profile: MeasuredProfile) -> tuple[bool, bool, float]:
+    def distance(profile: Any) -> tuple[bool, bool, float]:
         batch = abs(math.log(profile.batch) - math.log(context.batch))  # a file may have any number, larger than floats too
         return profile.grids != context.sizes, profile.hardware != hardware_name(context.device), batch
 
@@ -89,11 +85,11 @@ def fitting_profile(context: SelectionContext) -> MeasuredProfile:
     return min(reversed(fitting), key=distance)
 
 
-def on_device(context: SelectionContext) -> list[MeasuredProfile]:
+def on_device(context: SelectionContext) -> list[Any]:
     return [profile for profile in context.profiles if profile.device == context.device.type]
 
 
-def same_budget(profile: MeasuredProfile, context: SelectionContext) -> bool:
+def same_budget(profile: Any, context: SelectionContext) -> bool:
     """Returns True if it has as many stages, and about as many cells in the last one."""
     if len(profile.grids) != len(context.sizes):
         return False

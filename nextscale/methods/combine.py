@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from ..models.base import NextScaleModel
 
 
+REFUSAL, ADVICE = "these methods cannot be combined:", "choose one of the methods, or other stages for one of them"
+
+
 def merged(plans: Sequence[StagePlan], stage: int) -> StagePlan:
     """Returns the plans of several methods for a stage in one; conflicts raise SettingError."""
     try:
         return reduce(StagePlan.merge, plans)
     except ValueError as error:
-        raise SettingError(f"these methods cannot be combined: at stage {stage} {error}") from error
+        raise SettingError(f"{REFUSAL} at stage {stage} {error}; {ADVICE}.") from error
 
 
 def source(plans: Sequence[StagePlan], stage: int, name: Hashable) -> int | None:
@@ -42,33 +45,17 @@ def require_sources(alone: Sequence[StagePlan], together: Sequence[StagePlan], d
     for stage, plan in enumerate(alone):
         observed = [earlier for earlier in range(stage) if alone[earlier].observed and not data_dependent]
         if plan.num_tokens and not together[stage].skip and observed and all(together[earlier].skip for earlier in observed):
-            raise SettingError(
-                f"these methods cannot be combined: stage {stage} chooses cells by stages {observed[0]} to {observed[-1]}, which all are"
-                " skipped; skip others, or choose one of the methods"
-            )
+            raise SettingError(f"{REFUSAL} stage {stage} chooses cells by stages {observed}, which all are skipped; {ADVICE}.")
         for span in () if together[stage].skip else plan.spans:
             for name in span.needs:
                 expected, found = source(alone, stage, name), source(together, stage, name)
-                if found is not None and expected in (None, found):
-                    continue
-                if expected is None:
-                    reason = "needs what no stage before it stores"
-                elif together[expected].skip:
-                    reason = f"needs what stage {expected} computes, and another method skips that stage"
-                else:
-                    reason = f"needs what stage {expected} computes, and another method puts its own of stage {found} in place of it"
-                raise SettingError(
-                    f"these methods cannot be combined: at stage {stage} the span {span.layers} ({span.key}) {reason};"
-                    " choose one of the methods, or other stages for one of them"
-                )
-
-
-KINDS = {
-    "tokens": "reduces whole stages",
-    "cache": "keeps keys and values its own way",
-    "images": "chooses stages for each image",
-}
-"""What only one of several methods may do: see `Method.exclusive`."""
+                if found is None or expected not in (None, found):
+                    needed = (
+                        "no stage before it stores"
+                        if expected is None
+                        else f"stage {expected} computes, and another method skips or replaces"
+                    )
+                    raise SettingError(f"{REFUSAL} at stage {stage} the span {span.layers} ({span.key}) needs what {needed}; {ADVICE}.")
 
 
 @dataclass(frozen=True)
@@ -85,7 +72,7 @@ class Combined(Method):
 
     def __post_init__(self) -> None:
         if alone := [method.label for method in self.methods if "alone" in method.exclusive]:
-            raise SettingError(f"{alone[0]} cannot be combined with other methods: use it alone")
+            raise SettingError(f"{alone[0]} cannot be combined with other methods: use it alone.")
         every = (method.methods if isinstance(method, Combined) else (method,) for method in self.methods)
         object.__setattr__(self, "methods", tuple(chain.from_iterable(every)))
         object.__setattr__(self, "exclusive", frozenset().union(*(method.exclusive for method in self.methods)))
@@ -103,28 +90,18 @@ class Combined(Method):
         return all(method.capturable for method in self.methods)
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
-        self._require_compatible()
+        for kind in sorted(self.exclusive):
+            several = [type(method).__name__ for method in self.methods if kind in method.exclusive]
+            if len(several) > 1:
+                raise SettingError(f"{REFUSAL} each of {' and '.join(several)} changes {kind}; {ADVICE}.")
         forecasts = [method.forecast(model, schedule, guided, kept) for method in self.methods]
         together = tuple(merged(plans, stage) for stage, plans in enumerate(zip(*forecasts, strict=True)))
         for method, alone in zip(self.methods, forecasts, strict=True):
             require_sources(alone, together, method.data_dependent)
         return together
 
-    def _require_compatible(self) -> None:
-        for kind, reason in KINDS.items():
-            several = [type(method).__name__ for method in self.methods if kind in method.exclusive]
-            if len(several) > 1:
-                raise SettingError(f"these methods cannot be combined: each of {' and '.join(several)} {reason}; choose one of them")
-        if "images" in self.exclusive and ("tokens" in self.exclusive or self.data_dependent):
-            names = [type(one).__name__ for one in self.methods if one.data_dependent or one.exclusive & {"images", "tokens"}]
-            raise SettingError(
-                f"these methods cannot be combined: {' and '.join(names)}: one chooses stages for each image, and the other has a state of"
-                " the whole batch; choose one of them"
-            )
-
     def start(self, setup: RunSetup) -> MethodRun:
-        own_cache = [number for number, method in enumerate(self.methods) if "cache" in method.exclusive]
-        return CombinedRun(tuple(method.start(setup) for method in self.methods), own_cache[0] if own_cache else None)
+        return CombinedRun(tuple(method.start(setup) for method in self.methods))
 
 
 @dataclass(frozen=True)
@@ -132,10 +109,9 @@ class CombinedRun(MethodRun):
     """One run of each method. Each selects among the tokens that the ones before it have kept, and restores them in the reverse order."""
 
     runs: tuple[MethodRun, ...]
-    own_cache: int | None  # position of the run that has a cache of its own
 
     def __copy__(self) -> CombinedRun:
-        return CombinedRun(tuple(map(copy.copy, self.runs)), self.own_cache)
+        return CombinedRun(tuple(map(copy.copy, self.runs)))
 
     def count(self, stage: Stage, canvas: Canvas) -> Tensor | None:
         """Returns the counts of the run that reduces stages. All are called, since a run may prepare the stage here."""
@@ -164,8 +140,8 @@ class CombinedRun(MethodRun):
         return Restored(logits, tokens, source)
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
-        run = MethodRun() if self.own_cache is None else self.runs[self.own_cache]
-        return run.layer_cache(spec, workspace)
+        own = [run for run in self.runs if type(run).layer_cache is not MethodRun.layer_cache]
+        return (own or self.runs)[0].layer_cache(spec, workspace)
 
     def state(self) -> list[Tensor]:
         return [tensor for run in self.runs for tensor in run.state()]

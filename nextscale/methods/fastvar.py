@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from ..models.blocks import run_sublayers
 from ..models.context import ForwardContext
 from ..stage import Schedule, Tokens, repeat_tail
 from ..validation import block_range, blocks_of, is_fraction, is_int, require, require_flags, require_stages, sorted_pairs
-from .method import DENSE, Method, Plans, Span, StagePlan
+from .method import Method, Plans, Span, StagePlan
 from .token_ops import distance_from_mean, pick, put_, require_separate_sublayers, share_of, top_share
 
 if TYPE_CHECKING:
@@ -23,37 +23,18 @@ if TYPE_CHECKING:
 
 Ratios = tuple[tuple[int, float], ...]
 
-OTHER_RATIOS = (0.4, 0.5)  # of the last two stages; ours
-
-
-class FastVARDefaults(NamedTuple):
-    """Settings of the paper and its reference implementation for one family."""
-
-    ratios: Mapping[int, Mapping[int, float]]  # by number of stages, then by stage index
-    layers: range | None = None  # of `depth` blocks; None: all blocks
-    depth: int = 0  # of the model that they were published for
-    sides: Mapping[int, float] = {}  # ratios by the stage's side, as in the reference implementation; empty: there is none
-    cached_side: int = 0  # side of the stage whose outputs it keeps
-
-
 INFINITY = {9: 0.4, 10: 0.5, 11: 1.0, 12: 1.0}
 LARGER = {9: 0.4, 10: 0.5, 11: 0.6, 12: 0.75, 13: 0.85, 14: 0.9}
 HART = {12: 0.5, 13: 0.75}
-DEFAULTS = {
-    "infinity": FastVARDefaults(
-        {
-            count: {stage: ratio for stage, ratio in (INFINITY if count < 14 else LARGER).items() if stage < count}
-            for count in range(10, 16)
-        },
-        layers=range(3, 28),
-        depth=32,
-        sides={32: 0.4, 40: 0.5, 48: 1.0, 64: 1.0},
-        cached_side=24,
-    ),
-    "hart": FastVARDefaults({14: HART}, sides={48: 0.5, 64: 0.75}, cached_side=36),
-    "star": FastVARDefaults({14: HART}),
+RATIOS = {
+    **{("infinity", count): {s: r for s, r in (INFINITY if count < 14 else LARGER).items() if s < count} for count in range(10, 16)},
+    ("hart", 14): HART,
+    ("star", 14): HART,
 }
-"""The settings of Infinity as trained (10 to 13 stages) and of HART are published; those of STAR and of larger Infinity are ours."""
+"""Ratios by family and number of stages. Those of Infinity as trained (10 to 13 stages) and of HART are published, the others are ours."""
+OTHER_RATIOS = (0.4, 0.5)  # of the last two stages; ours
+RELEASED = ("infinity", "hart")  # families that the reference implementation runs
+LAYERS, DEPTH = range(3, 28), 32  # that Infinity's reference implementation prunes, of how many
 
 
 @dataclass(frozen=True)
@@ -71,8 +52,8 @@ class FastVAR(Method):
         found best (table A.4).
     layers: (first, last + 1) or a single block: the blocks that are pruned. None is all blocks, but for Infinity (3, 28) of 32 as in the
         reference implementation, and the same share of other depths: (1, 7) of 8, (4, 35) of 40.
-    as_released: does what the reference implementation does, which finds stages by their side, on square images of Infinity and HART. It
-        fixes all other settings.
+    as_released: prunes blocks 3 to 27 of Infinity whatever its depth, as the reference implementation does, which exists for Infinity and
+        HART. It fixes all other settings.
     """
 
     ratios: Mapping[int, float] | Ratios | None = None
@@ -93,67 +74,45 @@ class FastVAR(Method):
             object.__setattr__(self, "layers", block_range("layers", self.layers))
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
-        ratios, cached, layers = *self._stages(model, schedule), self._layers(model)
-        plans = [StagePlan(skip=True) if ratios.get(stage.index) == 1 else DENSE for stage in schedule]
-        pruned = {s: ratio for s, ratio in ratios.items() if ratio < 1 and share_of(schedule[s].cells, ratio) > 0} if layers else {}
-        for stage, ratio in pruned.items():
-            plans[stage] = StagePlan(spans=(PrunedBlocks(layers, ratio),))
+        ratios, layers, cached = self.stage_ratios(model, schedule), self.pruned_layers(model), self.cache_stage
+        pruned = [
+            stage.index
+            for stage in schedule
+            if layers and 0 < ratios.get(stage.index, 0) < 1 and share_of(stage.cells, ratios[stage.index])
+        ]
         if pruned:
             require_separate_sublayers(model, "FastVAR")
-            run = [stage for stage in range(min(pruned)) if ratios.get(stage) != 1]
+            run = [stage for stage in range(pruned[0]) if ratios.get(stage) != 1]
             require(cached is None or cached in run, "cache_stage", f"one of {run}, which run before the first pruned stage", cached)
-            plans[run[-1] if cached is None else cached] = StagePlan(spans=(CachedBlocks(layers, model.stack[0].num_sublayers),))
-        return tuple(plans)
+            cached = run[-1] if cached is None else cached
 
-    def _stages(self, model: NextScaleModel, schedule: Schedule) -> tuple[Mapping[int, float], int | None]:
-        """Returns ratios by stage index, and the stage whose outputs to keep if it is fixed."""
-        defaults, stages = DEFAULTS.get(model.family), len(schedule)
-        if self.as_released:
-            return released_stages(model, schedule)
-        if self.ratios is not None:
-            ratios = dict(self.ratios)
-            require_stages("ratios", ratios, stages)
-            return ratios, self.cache_stage
-        if defaults is not None and stages in defaults.ratios:
-            return defaults.ratios[stages], self.cache_stage
-        last = {stages - len(OTHER_RATIOS) + i: ratio for i, ratio in enumerate(OTHER_RATIOS)}
-        return {stage: ratio for stage, ratio in last.items() if stage > 0}, self.cache_stage
+        def plan(stage: int) -> StagePlan:
+            if stage in pruned:
+                return StagePlan(spans=(PrunedBlocks(layers, ratios[stage]),))
+            caches = pruned and stage == cached
+            return StagePlan(skip=ratios.get(stage) == 1, spans=(CachedBlocks(layers, model.stack[0].num_sublayers),) if caches else ())
 
-    def _layers(self, model: NextScaleModel) -> range:
-        """Returns the blocks that are pruned, none where the reference implementation has none."""
-        depth, defaults = len(model.blocks), DEFAULTS.get(model.family)
+        return tuple(map(plan, range(len(schedule))))
+
+    def stage_ratios(self, model: NextScaleModel, schedule: Schedule) -> Mapping[int, float]:
+        stages = len(schedule)
+        if self.ratios is None:
+            last = range(stages - len(OTHER_RATIOS), stages)
+            other = {stage: ratio for stage, ratio in zip(last, OTHER_RATIOS, strict=True) if stage > 0}
+            return RATIOS.get((model.family, stages), other)
+        require_stages("ratios", dict(self.ratios), stages)
+        return dict(self.ratios)
+
+    def pruned_layers(self, model: NextScaleModel) -> range:
+        depth = len(model.blocks)
+        require(not self.as_released or model.family in RELEASED, "as_released", f"left out except for {', '.join(RELEASED)}", model.family)
         if self.layers is not None:
             return blocks_of("layers", self.layers, depth)
-        if defaults is None or defaults.layers is None:
+        if model.family != "infinity":
             return range(depth)
-        if self.as_released:  # which has these numbers for every depth
-            return defaults.layers[: max(depth - defaults.layers.start, 0)]
-        return range(*(round(edge * depth / defaults.depth) for edge in (defaults.layers.start, defaults.layers.stop)))
-
-
-def released_stages(model: NextScaleModel, schedule: Schedule) -> tuple[dict[int, float], int | None]:
-    """Returns ratios by stage index and the stage whose outputs are kept.
-
-    Raises SettingError where the reference implementation fails, or would not do what it is for.
-    """
-    defaults = DEFAULTS.get(model.family)
-    sides = {} if defaults is None else defaults.sides
-    ratios = {stage.index: sides[stage.width] for stage in schedule if stage.width in sides}
-    pruned, skipped = ([stage for stage, ratio in ratios.items() if (ratio < 1) == below] for below in (True, False))
-    cached = [s.index for s in schedule if defaults and s.width == defaults.cached_side and pruned and s.index < pruned[0]]
-    does = None
-    if defaults is None or not sides:
-        does = "exists for infinity, hart only"
-    elif any(stage.height != stage.width for stage in schedule):
-        does = "generates square images only"
-    elif pruned and not cached:
-        does = f"takes outputs of stage {pruned[0]} from an earlier one that is {defaults.cached_side} wide"
-    elif skipped and skipped != list(range(skipped[0], len(schedule))):
-        does = "runs no stage after a skipped one"
-    if does:
-        name = type(model).__name__
-        raise SettingError(f"as_released: the reference implementation {does}; got {name} with {schedule}. Leave out as_released.")
-    return ratios, cached[-1] if cached else None
+        if self.as_released:
+            return LAYERS[: max(depth - LAYERS.start, 0)]
+        return range(*(round(edge * depth / DEPTH) for edge in (LAYERS.start, LAYERS.stop)))
 
 
 # --- spans
@@ -162,10 +121,6 @@ def released_stages(model: NextScaleModel, schedule: Schedule) -> tuple[dict[int
 def memory_key(layer: int, sublayer: int) -> Hashable:
     """Returns the key in `ctx.memory` of what a sublayer has added."""
     return "fastvar", layer, sublayer
-
-
-def memory_keys(layers: range, sublayers: int) -> frozenset[Hashable]:
-    return frozenset(memory_key(layer, sublayer) for layer in layers for sublayer in range(sublayers))
 
 
 @dataclass(frozen=True)
@@ -181,7 +136,7 @@ class CachedBlocks(Span):
 
     @property
     def stores(self) -> frozenset[Hashable]:
-        return memory_keys(self.layers, self.sublayers)
+        return frozenset(memory_key(layer, number) for layer in self.layers for number in range(self.sublayers))
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         keyed = [(memory_key(block.layer, i), sublayer) for block in blocks for i, sublayer in enumerate(block.sublayers(ctx))]
@@ -201,7 +156,7 @@ class PrunedBlocks(Span):
 
     @property
     def needs(self) -> frozenset[Hashable]:
-        return memory_keys(self.layers, 1)
+        return frozenset(memory_key(layer, 0) for layer in self.layers)
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         for block in blocks:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ..cache import CacheSpec, LayerCache, Workspace, plain_cache
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from ..models.base import NextScaleModel
     from ..models.blocks import Block
     from ..sampling import Rng
-    from .selection import SelectionContext
 
 Plans = tuple["StagePlan", ...]
 """One plan per stage."""
@@ -126,9 +127,7 @@ class StagePlan:
         for span in self.spans:
             inside = [layer for layer in self.observed if layer in span.layers]
             if span.whole_stage and self.num_tokens is not None:
-                raise ValueError(
-                    f"the span {span.layers} ({span.key}) needs every cell of the stage, of which only {self.num_tokens} are kept"
-                )
+                raise ValueError(f"the span {span.layers} ({span.key}) needs every cell of the stage, which another method reduces")
             if inside:
                 raise ValueError(f"block {inside[0]} cannot be observed: the span {span.layers} ({span.key}) runs it as a group")
 
@@ -163,40 +162,48 @@ class StagePlan:
 
     def merge(self, other: StagePlan) -> StagePlan:
         """Returns both plans in one; a conflict raises ValueError."""
-        if None not in (self.num_tokens, other.num_tokens) and self.num_tokens != other.num_tokens:
-            raise ValueError(f"two methods reduce the whole stage, to {self.num_tokens} and to {other.num_tokens} tokens")
-        dropped = {self.cfg_branches, other.cfg_branches} - {"both"}
-        if len(dropped) > 1:
-            raise ValueError("one method keeps only the conditional rows, the other only the unconditional ones: set kept_rows of one")
-        shares = {self.guidance_decay, other.guidance_decay} - {1.0}
-        if len(shares) > 1:
-            raise ValueError(f"two methods fade guidance, to {self.guidance_decay:.3g} and to {other.guidance_decay:.3g} of its strength")
-        if None not in (self.kept_keys, other.kept_keys):
-            raise ValueError("two methods compress the cache")
-        if None not in (self.attended, other.attended):
-            raise ValueError("two methods have an attention of their own")
-        return StagePlan(
-            skip=self.skip or other.skip,
-            cfg_branches=next(iter(dropped), "both"),
-            guidance_decay=next(iter(shares), 1.0),
-            propagates=self.propagates if other.propagates is None else other.propagates,
-            num_tokens=self.num_tokens if other.num_tokens is None else other.num_tokens,
-            packed=self.packed if other.packed is None else other.packed,
-            spans=self.spans + other.spans,
-            observed=tuple(sorted({*self.observed, *other.observed})),
-            kept_keys=self.kept_keys if other.kept_keys is None else other.kept_keys,
-            attended=self.attended if other.attended is None else other.attended,
-        )
+        chosen: dict[str, Any] = {}
+        for name in (one.name for one in fields(self) if one.name not in ("skip", "spans", "observed")):
+            values = {getattr(plan, name) for plan in (self, other)} - {getattr(DENSE, name)}
+            if len(values) > 1:
+                raise ValueError(f"two methods set {name}, to {getattr(self, name)} and to {getattr(other, name)}")
+            chosen[name] = next(iter(values), getattr(DENSE, name))
+        observed = tuple(sorted({*self.observed, *other.observed}))
+        return StagePlan(skip=self.skip or other.skip, spans=self.spans + other.spans, observed=observed, **chosen)
 
 
 DENSE = StagePlan()
+
+
+@dataclass(frozen=True, slots=True)
+class SelectionContext:
+    """What is known of a request before its method is: for methods that choose among others."""
+
+    name: str  # of the model
+    model: NextScaleModel
+    device: torch.device  # where it will run
+    pixels_per_token: int
+    profiles: Sequence[Any]  # `Profile`s of this model; of two that are as good the later one counts
+    schedule: Schedule | None = None  # None: whatever a later call asks for
+    batch: int = 1
+    weights: Path | None = None  # where those of the model lie, if a command was told
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """The grids of all stages."""
+        return () if self.schedule is None else self.schedule.sizes
+
+    @property
+    def size(self) -> str:
+        """WIDTHxHEIGHT of the image; empty if unknown."""
+        return "x".join(str(side * self.pixels_per_token) for side in reversed(self.sizes[-1])) if self.sizes else ""
 
 
 class Method:
     """Settings of a method. The base class is dense generation; subclasses are frozen dataclasses.
 
     `exclusive` names what only one method of a request may change: "tokens" (runs override `select_tokens`), "cache" (runs override
-    `layer_cache`), "images" (images of a batch run different stages), or "alone" (combines with no other method).
+    `layer_cache`), or "alone" (combines with no other method).
     """
 
     exclusive: frozenset[str] = frozenset()

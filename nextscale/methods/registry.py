@@ -133,9 +133,6 @@ def parse_value(text: str) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-MILD, BOLD = "budgets .8/.6/.5, guidance dropped", "budgets .6/.4/.25, guidance dropped"  # rows of standard_methods
-
-
 def standard_methods(stages: int) -> dict[str, str]:
     """Returns plain skipping, every method at its defaults, budgets of SparseVAR, and two combinations that were tuned on nano.
 
@@ -149,11 +146,9 @@ def standard_methods(stages: int) -> dict[str, str]:
     late = range(stages - 3, stages)
     mild, bold = (dict(zip(late, shares, strict=True)) for shares in ((0.8, 0.6, 0.5), (0.6, 0.4, 0.25)))
     return {
-        "skip the last stage": "skip:last=1",
-        "skip the last two stages": "skip:last=2",
-        "skip the last three stages": "skip:last=3",
-        MILD: f"sparsevar:keep={mild},alpha=6 + dropguidance:first_stage={stages - 2}",
-        BOLD: f"sparsevar:keep={bold} + dropguidance:first_stage={stages - 3}",
+        **{f"skip the last {words}": f"skip:last={last}" for last, words in enumerate(("stage", "two stages", "three stages"), 1)},
+        "budgets .8/.6/.5, guidance dropped": f"sparsevar:keep={mild},alpha=6 + dropguidance:first_stage={stages - 2}",
+        "budgets .6/.4/.25, guidance dropped": f"sparsevar:keep={bold} + dropguidance:first_stage={stages - 3}",
         "SparseVAR": "sparsevar",
         **{f"SparseVAR, {share:.0%} of the cells": f"sparsevar:keep={share}" for share in (0.2, 0.3, 0.4, 0.5, 0.6)},
         "FastVAR": "fastvar",

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -28,22 +28,13 @@ Alphas = tuple[tuple[int, float], ...]
 StageRatios = tuple[tuple[int, tuple[float, ...]], ...]
 
 ALPHA = 0.96
-
-
-class StageVARDefaults(NamedTuple):
-    """Settings of the paper and its reference implementation for one family."""
-
-    stages: int
-    guidance_off: int
-    alphas: Mapping[int, float]
-    sides: Mapping[int, float] = {}  # alphas by the stage's side, where the reference implementation finds stages by it
-
-
-DEFAULTS = {
-    "infinity": StageVARDefaults(13, 10, {10: ALPHA, 11: 0.0, 12: 0.0}, sides={40: ALPHA, 48: 0.0, 64: 0.0}),
-    "star": StageVARDefaults(14, 12, {13: ALPHA}),
-    "hart": StageVARDefaults(14, 12, {13: ALPHA}),
+DEFAULTS: dict[tuple[str, int], tuple[int, Mapping[int, float]]] = {
+    ("infinity", 13): (10, {10: ALPHA, 11: 0.0, 12: 0.0}),
+    ("star", 14): (12, {13: ALPHA}),
+    ("hart", 14): (12, {13: ALPHA}),
 }
+"""The first stage without guidance and the alphas of the paper and its reference implementation, by family and number of stages."""
+RELEASED = ("infinity", "star", "hart")
 
 
 @dataclass(frozen=True)
@@ -66,9 +57,8 @@ class StageVAR(Method):
         number is the same ratio for all groups, a tuple has one per group, a mapping a tuple per stage. A ratio makes
         int(ratio * tokens) + 1 rows, where backbones other than Infinity count at most as many tokens as the network has channels.
     groups: blocks per group. None is as published (Infinity an eighth of the depth, STAR and HART 1), elsewhere an eighth of the depth.
-    as_released: does what the reference implementation does. For Infinity the projected rows take the first positions of the stage, and
-        stages are found by the sides 40 (low rank), 48 and 64 (skipped) of square images. Every model of a family has the published table,
-        and with fewer groups its first ratios. STAR and HART with other numbers of stages than 14 need guidance_off and alphas.
+    as_released: what the reference implementation does, which exists for Infinity, STAR and HART: Infinity's projected rows take the first
+        positions of the stage, every model of a family has the published table, and Infinity with fewer groups its first ratios.
 
     Noise comes from the request's rng for methods. Every group of a low-rank stage takes first exponential noise [B, cells], whose smallest
     ratios to the squared norms of the tokens choose the representatives, in this order; then normal noise [B, cells, rank], which is Q
@@ -100,8 +90,7 @@ class StageVAR(Method):
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         guidance_off, alphas = self.first_unguided(model, schedule), self.stage_alphas(model, schedule)
-        if self.as_released:
-            self._require_released(model, schedule, alphas)
+        require(not self.as_released or model.family in RELEASED, "as_released", f"left out except for {', '.join(RELEASED)}", model.family)
         layers = group_layers(model, self.groups)
         run = [stage for stage in schedule if alphas.get(stage.index) != 0]
         low = {stage: alpha for stage, alpha in alphas.items() if 0 < alpha < 1}
@@ -123,50 +112,17 @@ class StageVAR(Method):
 
     def first_unguided(self, model: NextScaleModel, schedule: Schedule) -> int:
         """Returns the index of the first stage that runs the rows of one cfg branch alone."""
-        return self._defaults(model, schedule)[0] if self.guidance_off is None else self.guidance_off
+        return published(model, schedule)[0] if self.guidance_off is None else self.guidance_off
 
     def stage_alphas(self, model: NextScaleModel, schedule: Schedule) -> Mapping[int, float]:
         """Returns alphas by stage index; stages without one run in full."""
-        alphas = self._defaults(model, schedule)[1] if self.alphas is None else dict(self.alphas)
+        alphas = published(model, schedule)[1] if self.alphas is None else dict(self.alphas)
         require_stages("alphas", alphas, len(schedule))
         return alphas
 
-    def _defaults(self, model: NextScaleModel, schedule: Schedule) -> tuple[int, Mapping[int, float]]:
-        """Returns the first stage without guidance and the alphas where they are not given."""
-        defaults, last = DEFAULTS.get(model.family), len(schedule) - 1
-        if self.as_released and defaults is not None and defaults.sides:
-            alphas = {stage.index: defaults.sides[stage.width] for stage in schedule if stage.width in defaults.sides}
-            return min(alphas, default=last + 1), alphas
-        if defaults is not None and defaults.stages == len(schedule):
-            return defaults.guidance_off, defaults.alphas
-        return max(1, last - 1), {last: ALPHA} if last else {}
-
-    def _require_released(self, model: NextScaleModel, schedule: Schedule, alphas: Mapping[int, float]) -> None:
-        """Raises SettingError if the reference implementation cannot run this request, or would not do in it what it is for."""
-        defaults = DEFAULTS.get(model.family)
-        skipped = [stage for stage in range(len(schedule)) if alphas.get(stage) == 0]
-        does = None
-        if defaults is None:
-            does = f"exists for {', '.join(DEFAULTS)} only"
-        elif any(stage.height != stage.width for stage in schedule):
-            does = "generates square images only"
-        elif not defaults.sides and len(schedule) != defaults.stages and None in (self.alphas, self.guidance_off):
-            does = f"has {defaults.stages} stages: give both alphas and guidance_off"
-        elif skipped and skipped != list(range(skipped[0], len(schedule))):
-            does = "runs no stage after a skipped one"
-        elif defaults.sides and not any(stage.width in defaults.sides for stage in schedule) and self.alphas is None:
-            does = f"acts at sides {', '.join(map(str, defaults.sides))} only"
-        elif defaults.sides and any(0 < alpha < 1 and schedule[stage].width not in defaults.sides for stage, alpha in alphas.items()):
-            does = f"runs sides {', '.join(map(str, defaults.sides))} at low rank only"
-        if does:
-            name = type(model).__name__
-            raise SettingError(f"as_released: the reference implementation {does}; got {name} with {schedule}. Leave out as_released.")
-
     def low_rank_groups(self, model: NextScaleModel, stage: Stage, alpha: float, layers: Sequence[range], store: bool) -> Sequence[Span]:
         """Returns the spans of a low-rank stage, one per group of blocks."""
-        defaults = DEFAULTS.get(model.family)
-        first_positions = self.as_released and defaults is not None and bool(defaults.sides)
-        ratios = self.ratios(model, stage, alpha, len(layers))
+        first_positions, ratios = self.as_released and model.family == "infinity", self.ratios(model, stage, alpha, len(layers))
         return [
             LowRankGroup(blocks, group, ratio, counted_tokens(model), store, first_positions)
             for group, (blocks, ratio) in enumerate(zip(layers, ratios, strict=True))
@@ -187,6 +143,12 @@ class StageVAR(Method):
             ratios = dict(ratios)[stage.index]
         require(len(ratios) == groups, "ranks", f"{groups} ratios at stage {stage.index}, one per group of blocks", ratios)
         return tuple(ratios)
+
+
+def published(model: NextScaleModel, schedule: Schedule) -> tuple[int, Mapping[int, float]]:
+    """Returns the first stage without guidance and the alphas where they are not given."""
+    last = len(schedule) - 1
+    return DEFAULTS.get((model.family, len(schedule)), (max(1, last - 1), {last: ALPHA} if last else {}))
 
 
 def checked_ranks(given: Any) -> float | tuple[float, ...] | StageRatios | RankTable:

@@ -22,7 +22,6 @@ from nextscale.models import NextScaleModel
 from nextscale.planning.cost import Workload, request_cost
 from nextscale.planning.memory import reserved_bytes
 from nextscale.planning.remembered import Planning
-from nextscale.sampling import ImageRng, SharedRng
 from nextscale.schedules import InfinitySchedules
 from nextscale.stage import Schedule
 from nextscale.text.features import TextFeatures
@@ -126,15 +125,6 @@ def test_a_pipeline_that_is_dropped_leaves_no_weights_to_the_garbage_collector(f
         assert [part() for part in parts] == [None] * 3
     finally:
         gc.enable()
-
-
-def test_random_numbers_can_be_had_again() -> None:
-    for rng in (ImageRng([3, 4], CPU), SharedRng(torch.Generator().manual_seed(3))):
-        rng.uniform((2, 3), CPU)
-        state = rng.get_state()
-        first = rng.normal((2, 5), CPU), rng.exponential((2, 2), CPU)
-        rng.set_state(state)
-        assert all(map(torch.equal, first, (rng.normal((2, 5), CPU), rng.exponential((2, 2), CPU))))
 
 
 def test_features_are_checked_again_when_they_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:

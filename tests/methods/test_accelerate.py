@@ -274,7 +274,7 @@ def test_spans_run_inside_stages_that_another_method_reduces() -> None:
     [
         ((FAST, LOW_RANK), "two spans run the same blocks"),
         ((FAST, MERGE), "two spans run the same blocks"),
-        ((SPARSE, SparseVAR(tau=0.5)), "each of SparseVAR and SparseVAR reduces whole stages"),
+        ((SPARSE, SparseVAR(tau=0.5)), "each of SparseVAR and SparseVAR changes tokens"),
         ((SPARSE, FAST), "cannot be observed"),
         ((SparseVAR(metric="logits", first_stage=1), FastVAR({2: 0.5})), "needs every cell of the stage"),
         ((SparseVAR(metric="logits", first_stage=2), LOW_RANK), "at stage 2 .* needs every cell of the stage"),
@@ -292,11 +292,18 @@ def test_what_does_not_go_together_is_refused_before_anything_runs(methods: tupl
         pipeline(tiny.prompts("infinity", 1), seed=0, method=methods[::order], on_stage=never)
 
 
+def test_plug_ins_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nextscale.methods.registry.plugins", dict)
+    for name in ("skipvar", "scalekv", "tome", "code"):
+        with pytest.raises(SettingError, match=rf"{name}.*pip install ./research"):
+            resolve_method(name)
+
+
 def test_a_stage_of_two_cells_counts_as_reduced_before_anything_runs() -> None:
     """Half of them and half of one anchor, rounded up, would be both; a run may leave out one."""
     pipeline, schedule = tiny.shared_pipeline("infinity"), Schedule(((1, 1), (1, 2), (2, 4), (4, 8)))
     methods = [SparseVAR(metric="logits", tau=0.0, first_stage=1), FastVAR({2: 0.5})]
-    with pytest.raises(SettingError, match="at stage 1 .* needs every cell of the stage, of which only 1 are kept"):
+    with pytest.raises(SettingError, match="at stage 1 .* needs every cell of the stage"):
         pipeline(tiny.prompts("infinity", 1), seed=0, size=schedule, method=methods, on_stage=lambda preview: pytest.fail("a stage ran"))
 
 
@@ -308,7 +315,7 @@ def test_a_stage_of_two_cells_counts_as_reduced_before_anything_runs() -> None:
         ((StageVAR(alphas={2: 0}), StageVAR(alphas={3: 0.96})), "at stage 3 .* needs what stage 2 computes, and another method skips"),
         ((StageVAR(alphas={1: 0.96, 2: 0}), StageVAR(alphas={3: 0.96})), "at stage 3 .* stage 2 computes, and another method skips"),
         ((FastVAR({2: 1.0}), FastVAR({3: 0.5})), "at stage 3 .* needs what stage 2 computes, and another method skips"),
-        ((FastVAR({2: 0.5}), FastVAR({3: 0.5}, cache_stage=0)), "at stage 3 .* what stage 0 computes, .* puts its own of stage 1"),
+        ((FastVAR({2: 0.5}), FastVAR({3: 0.5}, cache_stage=0)), "at stage 3 .* stage 0 computes, and another method skips or replaces"),
     ],
     ids=["fastvar's cache", "stagevar's memory", "stagevar twice", "an older memory", "fastvar twice", "two caches"],
 )
@@ -381,7 +388,7 @@ def test_combined_runs_reduce_in_order_and_restore_in_reverse() -> None:
             return Restored(logits, tokens, self.counts)
 
     counts, stage = torch.tensor([3, 2]), tiny.schedule_of("infinity")[1]
-    run = CombinedRun((Named("first", counts), Named("second")), None)
+    run = CombinedRun((Named("first", counts), Named("second")))
     assert run.plan(stage, StagePlan(skip=True), counted(run, stage)) == StagePlan(skip=True, observed=(0, 1))
     run.select_tokens(counts, Tokens(stage))
     assert run.restore(counts, Tokens(stage)).source is counts

@@ -110,9 +110,9 @@ def test_what_does_not_fit_is_refused() -> None:
         StageVAR(kept_rows="all")  # type: ignore[arg-type]
     with pytest.raises(SettingError, match="kept_rows.*as_released; got 'cond'"):
         StageVAR(kept_rows="cond", as_released=True)
-    with pytest.raises(SettingError, match=r"one method keeps only the conditional rows.*kept_rows"):
+    with pytest.raises(SettingError, match=r"two methods set cfg_branches"):
         Combined((StageVAR(alphas=()), DropGuidance(2))).forecast(model, schedule)
-    with pytest.raises(SettingError, match=r"two methods fade guidance, to 0.5 and to 0.667"):
+    with pytest.raises(SettingError, match=r"two methods set guidance_decay, to 0.5 and to 0.66"):
         Combined((DropGuidance(2, fade=1), DropGuidance(3, fade=2))).forecast(model, schedule)
     with pytest.raises(ValueError, match="guidance_share is a number from 0 to 1; got 1.5"):
         StagePlan(guidance_decay=1.5)

@@ -304,7 +304,7 @@ def test_ratios_are_a_value_however_they_are_written() -> None:
         (FastVAR({3: 0.5}, cache_stage=3), r"cache_stage.*\[0, 1, 2\].*got 3"),
         (FastVAR({2: 1.0, 3: 0.5}, cache_stage=2), r"cache_stage.*\[0, 1\].*got 2"),
         (FastVAR(layers=(1, 4)), r"layers.*\(0, 3\).*got \(1, 4\)"),
-        (FastVAR(as_released=True), "infinity, hart only; got Var"),
+        (FastVAR(as_released=True), "as_released.*infinity, hart; got .var"),
     ],
 )
 def test_conflicts_with_the_model_or_schedule_raise_before_anything_runs(method: FastVAR, message: str) -> None:
@@ -378,32 +378,6 @@ def test_the_reference_implementation_is_what_we_do_on_square_images(budget: str
     schedule = infinity_schedule(1.0, budget)
     assert FastVAR(as_released=True).forecast(INFINITY, schedule) == FastVAR().forecast(INFINITY, schedule)
     assert FastVAR(as_released=True).forecast(HART, Schedule(HART_1024)) == FastVAR().forecast(HART, Schedule(HART_1024))
-
-
-def test_the_reference_implementation_finds_stages_by_their_side() -> None:
-    released = FastVAR(as_released=True)
-    assert released.forecast(INFINITY, infinity_schedule(1.0, "0.06M")) == (DENSE,) * 7
-    assert shape_of(released.forecast(INFINITY, Schedule((1, 24, 28, 32, 36)))) == ["", "cache 3-27", "", "0.4 3-27", ""]
-    assert shape_of(released.forecast(HART, Schedule((1, 36, 48, 50, 64)))) == ["", "cache 0-3", "0.5 0-3", "", "0.75 0-3"]
-    shallow = released.forecast(tiny.shared_pipeline("infinity").model, ONE_MEGAPIXEL)
-    assert shape_of(shallow) == [""] * 11 + ["skip"] * 2
-
-
-@pytest.mark.parametrize(
-    ("model", "schedule", "reason"),
-    [
-        (INFINITY, infinity_schedule(1.5, "1M"), "square images only"),
-        (INFINITY, infinity_schedule(1.25, "0.25M"), "square images only"),
-        (INFINITY, Schedule((1, 4, 32)), "outputs of stage 2 from an earlier one that is 24 wide"),
-        (INFINITY, Schedule((1, 32, 24, 40)), "outputs of stage 1"),
-        (INFINITY, Schedule((1, 24, 48, 56)), "no stage after a skipped one"),
-        (HART, Schedule((1, 16, 64)), "outputs of stage 2 from an earlier one that is 36 wide"),
-        (STAR, Schedule(HART_1024), "infinity, hart only; got Star"),
-    ],
-)
-def test_where_the_reference_implementation_fails_it_is_refused(model: NextScaleModel, schedule: Schedule, reason: str) -> None:
-    with pytest.raises(SettingError, match=reason):
-        FastVAR(as_released=True).forecast(model, schedule)
 
 
 def test_blocks_that_are_more_than_their_sublayers_are_refused() -> None:
@@ -616,7 +590,7 @@ def test_two_methods_that_run_the_same_blocks_are_refused_before_anything_runs()
 
 def test_a_stage_to_keep_that_another_method_skips_is_refused_before_anything_runs() -> None:
     skipping = Planned(lambda stage: StagePlan(skip=stage.index == 1))
-    with pytest.raises(SettingError, match=r"at stage 2 the span .* needs what stage 1 computes, and another method skips that stage"):
+    with pytest.raises(SettingError, match=r"at stage 2 the span .* needs what stage 1 computes, and another method skips"):
         generated("var", method=[HARSH, skipping], on_stage=lambda preview: pytest.fail("a stage was run"))
 
 

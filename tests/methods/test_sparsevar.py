@@ -802,7 +802,7 @@ def test_impossible_settings_are_refused(fields: dict[str, Any], message: str) -
         (SparseVAR(blocks=(1, 4)), r"blocks.*\(0, 3\).*got \(1, 4\)"),
         (SparseVAR(keep={2: 0.5, 4: 0.5}), "keep.*0 to 3.*got 4"),
         (SparseVAR(blocks=3), r"blocks.*\(0, 3\).*got \(3, 4\)"),
-        (Combined((SparseVAR(), SparseVAR(tau=0.5))), "SparseVAR and SparseVAR reduces whole stages"),
+        (Combined((SparseVAR(), SparseVAR(tau=0.5))), "SparseVAR and SparseVAR changes tokens"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_runs(method: Method, message: str) -> None:

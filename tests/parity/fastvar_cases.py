@@ -33,6 +33,7 @@ from tests.parity.trace import Trace
 
 INFINITY_SUBLAYERS, INFINITY_CACHED = ("sa", "ca", "ffn"), ("self_attn", "cross_attn", "ffn")
 INFINITY_CACHED_SIDE = 24
+HART_RATIOS, HART_CACHED_SIDE = {48: 0.5, 64: 0.75}, 36  # by the side of a stage, as the program finds them
 HART_SUBLAYERS = ("attn", "ffn")
 LARGE_GAP = 2e-5  # of scores, relative: where no two tokens at the threshold are closer, every selection must be the stored one
 IMAGE = Tolerance(3e-3)
@@ -227,10 +228,12 @@ def replay_fastvar_hart(folder: Path, case: dict[str, Any], expected: Expected) 
 
     def run(**noise: Any) -> Readings:
         choices = Choices(range(len(pipe.model.blocks)), len(HART_SUBLAYERS), partial(stored_hart_choice, expected), tie)
-        trace = Trace(hart_cases.ends_of(pipe), **noise, method=FastVAR(as_released=True))
+        schedule = pipe.settings.schedules.choose(None, None)
+        ratios = {stage.index: HART_RATIOS[stage.width] for stage in schedule if stage.width in HART_RATIOS}
+        cached = next(stage.index for stage in schedule if stage.width == HART_CACHED_SIDE)
+        trace = Trace(hart_cases.ends_of(pipe), **noise, method=FastVAR(ratios, cached))
         with choices.traced():
             found = hart_cases.readings(pipe, case["sampling"], expected, trace)
-        schedule = pipe.settings.schedules.choose(None, None)
         found |= hart_choice_readings(schedule, choices)
         return found | hart_cache_readings(expected, schedule, pipe.model.stack, trace.memory)
 
