@@ -126,6 +126,9 @@ class DiscreteCanvas:
     def add_residual(self, values: Tensor, tokens: Tokens) -> None:
         raise TypeError(f"{type(self).__name__} takes codes alone, no continuous values")
 
+    def skip(self, stage: Stage) -> None:
+        """Leaves what earlier stages have added as it is."""
+
     def decode(self) -> Tensor:
         return self.tokenizer.decode(self.latent)
 
@@ -156,9 +159,6 @@ class ResidualCanvas(DiscreteCanvas):
 
     def blended(self, grid: Tensor, stage: Stage) -> Tensor:
         return self.tokenizer.blend(grid, stage.index, len(self.schedule))
-
-    def skip(self, stage: Stage) -> None:
-        """What earlier stages have added stays as it is."""
 
 
 class HybridCanvas(ResidualCanvas):
@@ -197,9 +197,6 @@ class BitCanvas(DiscreteCanvas):
         if not tokens.stage.last:
             signs = F.interpolate(signs, size=self.latent.shape[2:], mode="bilinear")
         self.latent = self.latent + signs
-
-    def skip(self, stage: Stage) -> None:
-        """What earlier stages have added stays as it is."""
 
 
 class ReplacedCanvas(DiscreteCanvas):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -77,28 +77,6 @@ class StageState:
         """Returns what later stages read and what depends on how many tokens were run. All forks share the memory of keys and values."""
         lengths = [cache.lengths for cache in self.ctx.cache if cache.lengths is not None]
         return [self.canvas.latent, *self.run.state(), *lengths]
-
-
-@torch.inference_mode()
-def generate(
-    model: NextScaleModel,
-    cond: Conditioning,
-    canvas: Canvas,
-    request: Request,
-    timer: Timer,
-    watch: Callable[[StageOutput], None],
-) -> dict[int, Tensor]:
-    """Generates a batch of images on `canvas`. Returns for every stage that ran whether all its numbers are finite."""
-    state = begin(model, cond, canvas, request, timer)
-    finite: dict[int, Tensor] = {}
-    for stage in request.schedule:
-        counts = count_tokens(state, request, stage)
-        known = None if counts is None else tuple(counts.tolist())  # the only thing that the host reads in a stage
-        done, good = run_stage(model, request, state, stage, None if known is None else TokenCounts(min(known), max(known), sum(known)))
-        if good is not None:
-            finite[stage.index] = good
-        watch(replace(done, known_counts=known))
-    return finite
 
 
 def begin(model: NextScaleModel, cond: Conditioning, canvas: Canvas, request: Request, timer: Timer) -> StageState:

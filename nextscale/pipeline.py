@@ -18,9 +18,8 @@ from torch import Tensor
 from .device import Timer, check_quantize, choose_device, choose_dtype, device_lock, place, reset_peak
 from .engine import Captures, EagerExecutor, Engine, Executor, WarmUp
 from .engine.captures import graphs_run_on, obstacle
-from .engine.executor import checked_engine, checked_memory
+from .engine.executor import ScheduleTables, checked_engine, checked_memory
 from .engine.memory import memory_errors, require_room
-from .engine.tables import ScheduleTables
 from .errors import SettingError
 from .generate import StageOutput
 from .guidance import Guidance, GuidanceLike
@@ -30,8 +29,8 @@ from .methods.registry import MethodLike, resolve_method
 from .methods.strategy import Partners, split_strategy
 from .models.base import NextScaleModel
 from .output import Output, Preview, Stages, mask_of
+from .planning import Planner
 from .planning.memory import reserved_bytes
-from .planning.remembered import Planning
 from .profiles import Profile, require_own
 from .report import build_report
 from .request import Request, Revise, SeedLike, as_prompts, build_request, read_prompts, resolve_seed
@@ -105,7 +104,7 @@ class Pipeline:
         """
         self._engine = checked_engine(engine)
         self._tables = ScheduleTables(model)
-        self.planning = Planning(model)
+        self.planning = Planner(model)
         self.captures = Captures(model, tokenizer, self._tables, checked_memory(graph_memory))
         self.model = model.eval()
         self.tokenizer = module_to_channels_last(tokenizer.eval())
@@ -222,7 +221,7 @@ class Pipeline:
         resolved = resolve_method(method)
         found, _ = resolved.resolve(self.situation())
         if not isinstance(found, Auto):  # what does not fit this model is refused now
-            self.planning.forecast(found, self.settings.schedules.choose(None, None), True, 1.0)
+            self.planning.forecast(found, self.settings.schedules.choose(None, None), True)
         previous, self.method = self.method, resolved
         return Accelerated(self, previous)
 

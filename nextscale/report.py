@@ -12,8 +12,8 @@ from .device import Timer, peak_memory
 from .engine.executor import Executor, Generated
 from .generate import StageOutput, require_finite
 from .models.base import NextScaleModel
+from .planning import Planner
 from .planning.cost import RequestCost, Workload, as_run
-from .planning.remembered import Planning
 from .request import Request
 from .stage import to_double
 
@@ -126,7 +126,7 @@ def build_report(
 
 
 def costs(
-    planning: Planning, model: NextScaleModel, request: Request, text_tokens: int, done_stages: Sequence[StageOutput]
+    planning: Planner, model: NextScaleModel, request: Request, text_tokens: int, done_stages: Sequence[StageOutput]
 ) -> tuple[RequestCost, RequestCost]:
     """Returns the cost of dense generation, and of what was run."""
     workload = Workload(

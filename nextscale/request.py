@@ -16,7 +16,7 @@ from .guidance import GuidanceLike, ResolvedGuidance, resolve_guidance
 from .methods.method import Method, Plans, StagePlan
 from .models.base import NextScaleModel
 from .prefix import checked_prefix
-from .sampling import ImageRng, Rewindable, Rng, Sampling, SharedRng, method_rng
+from .sampling import ImageRng, Rng, Sampling, SharedRng, method_rng
 from .stage import Schedule, Stage
 from .text.prompts import Labels, PromptReader, Prompts
 
@@ -71,18 +71,6 @@ class Randomness:
     rng: Rng
     method_rng: Rng
     seeds: tuple[int, ...] | None
-
-    def only(self, images: Sequence[int]) -> Randomness:
-        """Returns the same numbers for some images, from where the streams are now. Sources of other types are shared."""
-        rng, method_rng = (one.only(images) if isinstance(one, Rewindable) else one for one in (self.rng, self.method_rng))
-        return Randomness(
-            rng, rng if self.method_rng is self.rng else method_rng, self.seeds and tuple(self.seeds[image] for image in images)
-        )
-
-    def continue_from(self, other: Randomness) -> None:
-        """Moves a generator that is shared by a batch to where a copy of it is now."""
-        if isinstance(self.rng, SharedRng) and isinstance(other.rng, SharedRng):
-            self.rng.set_state(other.rng.get_state())
 
 
 def resolve_seed(seed: SeedLike, images: int, device: torch.device) -> Randomness:
@@ -161,7 +149,7 @@ def build_request(
     guided = ResolvedGuidance(resolve_guidance(guidance, pipe.settings.guidance), schedule, len(model.blocks))
     numbers = resolve_seed(seed, len(prompts), model.device)
     check_cache(model, method)
-    plans = pipe.planning.forecast(method, schedule, guided.needs_both, 1.0)
+    plans = pipe.planning.forecast(method, schedule, guided.needs_both)
     check_plans(plans, len(model.blocks), guided)  # before memory is reserved for them
     guided = guided.with_decay([plan.guidance_decay for plan in plans])
     return Request(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, runtime_checkable
@@ -12,9 +13,9 @@ from torch import Tensor
 from . import kernels
 from .errors import SettingError
 from .stage import Schedule, Stage, Tokens
-from .validation import is_fraction, is_int, is_number
+from .validation import is_fraction, is_int, is_number, require, require_flags
 
-LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-6, 1e6  # guided logits divided by it stay far from float32's overflow at 3e38
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6  # guided logits divided by it stay far from float32's overflow at 3e38
 
 
 @dataclass(frozen=True)
@@ -45,33 +46,25 @@ class Sampling:
     filter_first: bool = False
 
     def __post_init__(self) -> None:
-        counts = self.top_k if isinstance(self.top_k, tuple) else (self.top_k,)
-        if not all(is_int(count) for count in counts):
-            raise SettingError(f"top_k is 0 (off) or a whole number of codes, or a tuple of one per stage; got {self.top_k!r}")
-        if not is_fraction(self.top_p):
-            raise SettingError(f"top_p is a probability from 0 (off) to 1; got {self.top_p!r}")
-        for name in ("greedy", "smooth", "last_repeats", "filter_first"):
-            if not isinstance(getattr(self, name), bool):
-                raise SettingError(f"{name} is True or False; got {getattr(self, name)!r}")
+        counts, temperatures = (one if isinstance(one, tuple) else (one,) for one in (self.top_k, self.temperature))
+        require(all(map(is_int, counts)), "top_k", "0 (off) or a whole number of codes, or a tuple of one per stage", self.top_k)
+        require(is_fraction(self.top_p), "top_p", "a probability from 0 (off) to 1", self.top_p)
+        require_flags(self, "greedy", "smooth", "last_repeats", "filter_first")
         if self.sampled_sides is not None:
-            sides = self.sampled_sides if isinstance(self.sampled_sides, Iterable) and not isinstance(self.sampled_sides, str) else (None,)
-            if not all(is_int(side) for side in sides):
-                raise SettingError(f"sampled_sides is a set of whole numbers; got {self.sampled_sides!r}")
-            object.__setattr__(self, "sampled_sides", frozenset(sides))
-        if self.widest_sampled is not None and not is_int(self.widest_sampled):
-            raise SettingError(f"widest_sampled is a whole number, or None; got {self.widest_sampled!r}")
-        if self.refine is not None and not isinstance(self.refine, Refinement):
-            raise SettingError(f"refine is a Refinement, or None (off); got {self.refine!r}")
+            given = self.sampled_sides
+            good = isinstance(given, Iterable) and not isinstance(given, str) and all(map(is_int, given))
+            require(good, "sampled_sides", "a set of whole numbers", given)
+            object.__setattr__(self, "sampled_sides", frozenset(given))
+        widest = self.widest_sampled
+        require(widest is None or is_int(widest), "widest_sampled", "a whole number, or None", widest)
+        require(isinstance(self.refine, Refinement | None), "refine", "a Refinement, or None (off)", self.refine)
         if self.greedy and self.smooth:
             raise SettingError("greedy takes the most likely code and smooth a random mixture of codes: choose one of them")
-        temperatures = self.temperature if isinstance(self.temperature, tuple) else (self.temperature,)
-        if not all(is_number(one) and LEAST_TEMPERATURE <= one <= LARGEST_TEMPERATURE for one in temperatures):
-            raise SettingError(
-                f"temperature must be a number from {LEAST_TEMPERATURE:g} to {LARGEST_TEMPERATURE:g}, or a tuple of one per stage;"
-                f" got {self.temperature!r}. For the most likely code set greedy=True"
-            )
-        if not isinstance(self.suppressed_codes, tuple) or not all(is_int(code) for code in self.suppressed_codes):
-            raise SettingError(f"suppressed_codes must be a tuple of code numbers; got {self.suppressed_codes!r}")
+        good = all(is_number(one) and MIN_TEMPERATURE <= one <= MAX_TEMPERATURE for one in temperatures)
+        expected = f"a number from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, or a tuple of one per stage"
+        require(good, "temperature", f"{expected} (greedy=True takes the most likely code)", self.temperature)
+        codes = self.suppressed_codes
+        require(isinstance(codes, tuple) and all(map(is_int, codes)), "suppressed_codes", "a tuple of code numbers", codes)
 
     def changed(self, **settings: object) -> Sampling:
         """A copy with some settings replaced; unknown names are refused."""
@@ -87,10 +80,10 @@ class Sampling:
         return replace(self, **settings)  # type: ignore[arg-type]
 
     def check(self, schedule: Schedule) -> None:
-        if isinstance(self.temperature, tuple) and len(self.temperature) < len(schedule):
-            raise SettingError(f"{len(self.temperature)} temperatures for {len(schedule)} stages: give one per stage, or a single number")
-        if isinstance(self.top_k, tuple) and len(self.top_k) < len(schedule):
-            raise SettingError(f"{len(self.top_k)} values of top_k for {len(schedule)} stages: give one per stage, or a single number")
+        for name in ("temperature", "top_k"):
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) < len(schedule):
+                raise SettingError(f"{len(value)} values of {name} for {len(schedule)} stages: give one per stage, or a single number")
 
     def prepare(self, logits: Tensor, stage: Stage) -> Tensor:
         """Guided logits with this stage's temperature and the suppressed codes applied."""
@@ -136,12 +129,9 @@ class Refinement:
     random: int = 5
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rounds, tuple) or not isinstance(self.drafted, tuple):
-            raise SettingError(f"rounds and drafted are tuples with one number per refined stage; got {self.rounds!r} and {self.drafted!r}")
-        if not all(is_int(number) for number in (*self.rounds, *self.drafted, self.first_stage, self.random)):
-            raise SettingError(f"a refinement is made of whole numbers from 0; got {self}")
-        if not self.rounds or len(self.rounds) != len(self.drafted) or 0 in self.rounds:
-            raise SettingError(f"a refinement has as many numbers of rounds (at least 1) as of drafted rounds (at least 0); got {self}")
+        good = isinstance(self.rounds, tuple) and isinstance(self.drafted, tuple) and 0 < len(self.rounds) == len(self.drafted)
+        good = good and all(map(is_int, (*self.rounds, *self.drafted, self.first_stage, self.random))) and 0 not in self.rounds
+        require(good, "refine", "made of whole numbers, with as many rounds (at least 1) as drafted rounds (at least 0)", self)
 
     def at(self, stage: Stage) -> tuple[int, int]:
         """Rounds of a stage, and how many of them are drafted."""
@@ -174,40 +164,36 @@ FILLS: dict[NoiseKind, Callable[..., Tensor]] = {
 }
 
 
-class ImageRng:
+class Streams(ABC):
+    """Base of the sources of random numbers, which differ in how they draw."""
+
+    @abstractmethod
+    def draw(self, kind: NoiseKind, shape: Sequence[int], device: torch.device) -> Tensor: ...
+
+    def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return self.draw("exponential", shape, device)
+
+    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return self.draw("uniform", shape, device)
+
+    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        return self.draw("normal", shape, device)
+
+
+class ImageRng(Streams):
     """One generator per image, so that an image does not depend on its neighbours in the batch."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
-    def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return self.fill("exponential", torch.empty(tuple(shape), device=device))
-
-    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return self.fill("uniform", torch.empty(tuple(shape), device=device))
-
-    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return self.fill("normal", torch.empty(tuple(shape), device=device))
+    def draw(self, kind: NoiseKind, shape: Sequence[int], device: torch.device) -> Tensor:
+        return self.fill(kind, torch.empty(tuple(shape), device=device))
 
     def fill(self, kind: NoiseKind, noise: Tensor) -> Tensor:
         """Writes the next numbers into `noise`, whose first axis is the image."""
         for image, generator in zip(noise.unbind(0), self.generators, strict=True):
             FILLS[kind](image, generator=generator)
         return noise
-
-    def get_state(self) -> Sequence[Tensor]:
-        """Where its streams are now."""
-        return [generator.get_state() for generator in self.generators]
-
-    def set_state(self, state: Sequence[Tensor]) -> None:
-        for generator, own in zip(self.generators, state, strict=True):
-            generator.set_state(own)
-
-    def only(self, images: Sequence[int]) -> ImageRng:
-        """Returns the same numbers for some images, in streams of their own."""
-        rng = ImageRng((), torch.device("cpu"))
-        rng.generators = [copy_generator(self.generators[image]) for image in images]
-        return rng
 
 
 METHOD_STREAM = 0x6E657874_7363616C  # mixed into an image's seed for the noise of a method
@@ -218,38 +204,14 @@ def method_rng(seeds: Sequence[int], device: torch.device) -> ImageRng:
     return ImageRng([seed ^ METHOD_STREAM for seed in seeds], device)
 
 
-class SharedRng:
+class SharedRng(Streams):
     """One generator for the whole batch, as in the reference implementations."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
 
-    def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return torch.empty(tuple(shape), device=device).exponential_(generator=self.generator)
-
-    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return torch.empty(tuple(shape), device=device).uniform_(generator=self.generator)
-
-    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return torch.empty(tuple(shape), device=device).normal_(generator=self.generator)
-
-    def get_state(self) -> Sequence[Tensor]:
-        return [self.generator.get_state()]
-
-    def set_state(self, state: Sequence[Tensor]) -> None:
-        self.generator.set_state(state[0])
-
-    def only(self, images: Sequence[int]) -> SharedRng:
-        """Returns the same numbers in a stream of its own."""
-        return SharedRng(copy_generator(self.generator))
-
-
-def copy_generator(generator: torch.Generator) -> torch.Generator:
-    return torch.Generator(generator.device).set_state(generator.get_state())
-
-
-Rewindable = ImageRng | SharedRng
-"""What can give the same numbers again."""
+    def draw(self, kind: NoiseKind, shape: Sequence[int], device: torch.device) -> Tensor:
+        return FILLS[kind](torch.empty(tuple(shape), device=device), generator=self.generator)
 
 
 def filter_logits(logits: Tensor, top_k: int, top_p: float) -> Tensor:

@@ -20,21 +20,17 @@ SHOWN = 8  # names in a message
 TYPE = "type"  # key of a class name
 
 
-def read_json(path: Path, limit: int = MAX_BYTES) -> Any:
-    """Returns the content of a JSON file.
-
-    Raises:
-        ValueError: for files that are not regular or larger than `limit` bytes, and for what `parse_json` refuses.
-    """
+def read_json(path: Path) -> Any:
+    """Returns the content of a JSON file. Raises ValueError for files that are not regular or too large, and as `parse_json`."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe or a device may never end
             raise ValueError("it must be a regular file")
         with path.open("rb") as file:
-            content = file.read(limit + 1)
+            content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror or error})") from error
-    if len(content) > limit:
-        raise ValueError(f"it must have at most {limit} bytes")
+    if len(content) > MAX_BYTES:
+        raise ValueError(f"it must have at most {MAX_BYTES} bytes")
     return parse_json(content)
 
 

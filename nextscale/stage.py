@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,14 +37,6 @@ class Stage:
         return self.height * self.width
 
 
-def listed(sizes: Sequence[int | tuple[int, int]]) -> list[int | tuple[int, int]]:
-    """The sizes as a list, in which whatever is no number and no pair becomes something that no schedule accepts."""
-    try:
-        return [size if isinstance(size, int | tuple | list) else () for size in sizes]  # type: ignore[misc]
-    except TypeError:
-        return []
-
-
 class Schedule:
     """The stages of one image, coarse to fine.
 
@@ -52,10 +45,12 @@ class Schedule:
     """
 
     def __init__(self, sizes: Sequence[int | tuple[int, int]], extent: tuple[int, int] | None = None) -> None:
-        given = [] if isinstance(sizes, str) else [(size, size) if isinstance(size, int) else tuple(size) for size in listed(sizes)]
-        pairs = [pair for pair in given if len(pair) == 2 and all(isinstance(side, int) and side >= 1 for side in pair)]
-        if not pairs or len(pairs) < len(given):
-            raise SizeError(f"a schedule is a non-empty list of sides or (height, width) pairs, all at least 1; got {sizes!r}")
+        try:
+            pairs: list[Any] = [(size, size) if isinstance(size, int) else tuple(size) for size in sizes]
+        except TypeError:
+            pairs = []
+        if not pairs or not all(len(pair) == 2 and all(isinstance(side, int) and side >= 1 for side in pair) for pair in pairs):
+            raise SizeError(f"a schedule must be a non-empty list of sides or (height, width) pairs, all at least 1; got {sizes!r}.")
         if pairs[0] != (1, 1):
             raise SizeError(f"the first stage is the single start token (1, 1); got {pairs[0]}")
         stages, start = [], 0

@@ -8,16 +8,18 @@ import tokenize
 import tomllib
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
+import pytest
 import torch.nn.functional as F
 import typer.main
 
 import nextscale
 from nextscale.cli import app
+from tests.helpers.tape import Tape, play_graphs_on_the_cpu
 
 PACKAGE = Path(nextscale.__file__).parent
 CAPS = Path(__file__).with_name("house.toml")
@@ -37,7 +39,7 @@ def counts() -> dict[str, dict[str, int]]:
     lines, tokens = sizes()
     packages = {file.parent for file in PACKAGE.rglob("__init__.py")} - {PACKAGE}
     slots = option_slots()
-    modules, frames = request_path()
+    modules, eager, captured = request_path()
     house = {
         "lines": sum(lines.values()),
         "tokens": sum(tokens.values()),
@@ -47,7 +49,8 @@ def counts() -> dict[str, dict[str, int]]:
         "commands": len(slots),
         "option_slots": sum(slots.values()),
         "modules_of_a_request": modules,
-        "frames_to_attention": frames,
+        "frames_to_attention": eager,
+        "frames_to_replay": captured,
     }
     return {"house": house, "lines": lines, "tokens": tokens}
 
@@ -83,27 +86,38 @@ def leaves(commands: dict[str, Any]) -> list[tuple[str, Any]]:
     ]
 
 
-def request_path() -> tuple[int, int]:
-    """Returns the modules that an eager request runs, and the frames of ours from the call to attention."""
-    pipe = nextscale.load("nano", device="cpu")
-    modules, depths, attention = set[str](), set[int](), F.scaled_dot_product_attention
+def request_path() -> tuple[int, int, int]:
+    """Returns the modules that an eager request runs, and our frames from the call to attention and to the replay of a captured graph."""
+    pipe, request = nextscale.load("nano", device="cpu"), {"prompt": "a red apple", "size": 128, "seed": 0}
+    modules, eager, captured = set[str](), set[int](), set[int]()
 
     def seen(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and is_ours(frame.f_code.co_filename):
             modules.add(frame.f_code.co_filename)
 
-    def measured(*arguments: Any, **options: Any) -> torch.Tensor:
-        depths.add(sum(is_ours(frame.filename) for frame in traceback.extract_stack()))
-        return attention(*arguments, **options)
+    def measured(run: Callable[..., Any], depths: set[int]) -> Callable[..., Any]:
+        def measure(*arguments: Any, **options: Any) -> Any:
+            depths.add(sum(is_ours(frame.filename) for frame in traceback.extract_stack()))
+            return run(*arguments, **options)
 
-    F.scaled_dot_product_attention = measured
+        return measure
+
+    pipe(**request)  # the first request also loads the text encoder and counts what is remembered
     sys.setprofile(seen)
     try:
-        pipe("a red apple", size=128, seed=0)
+        pipe(**request)
     finally:
         sys.setprofile(None)
-        F.scaled_dot_product_attention = attention
-    return len(modules), max(depths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", measured(F.scaled_dot_product_attention, eager))
+        pipe(**request)
+    with pytest.MonkeyPatch.context() as patch:
+        play_graphs_on_the_cpu(patch)
+        pipe = nextscale.load("nano", device="cpu", engine="graphs")
+        pipe(**request, warmup=True)
+        patch.setattr(Tape, "replay", measured(Tape.replay, captured))
+        pipe(**request)
+    return len(modules), max(eager), max(captured)
 
 
 def is_ours(file: str) -> bool:

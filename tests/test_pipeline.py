@@ -25,7 +25,7 @@ from nextscale.models import NextScaleModel
 from nextscale.output import Output, Preview, mask_of
 from nextscale.pipeline import Pipeline
 from nextscale.planning.memory import reserved_bytes
-from nextscale.sampling import LARGEST_TEMPERATURE, LEAST_TEMPERATURE, SharedRng
+from nextscale.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE, SharedRng
 from nextscale.schedules import InfinitySchedules
 from nextscale.stage import Schedule, Stage
 from nextscale.text import TextFeatures
@@ -505,7 +505,7 @@ def test_temperature_acts_at_its_stage(family: str) -> None:
     hot = drawn(family, temperature=[1.0, 1.0, 50.0, 1.0, 1.0][:stages])
     assert tiny.same_codes(hot.codes[:2], plain.codes[:2])
     assert not tiny.close_codes(family, hot.codes[2:3], plain.codes[2:3])
-    with pytest.raises(SettingError, match=f"1 temperatures for {stages} stages"):
+    with pytest.raises(SettingError, match=f"1 values of temperature for {stages} stages"):
         drawn(family, temperature=[1.0])
 
 
@@ -650,7 +650,7 @@ def test_guidance_that_must_overflow_is_refused(guidance: Any) -> None:
         drawn("var", guidance=guidance)
 
 
-@pytest.mark.parametrize("temperature", [LEAST_TEMPERATURE, LARGEST_TEMPERATURE])
+@pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, MAX_TEMPERATURE])
 @pytest.mark.parametrize("filter_first", [False, True])
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_extreme_settings_that_are_taken_do_not_overflow(family: str, temperature: float, filter_first: bool) -> None:

@@ -377,7 +377,7 @@ def test_temperature_divides_the_logits_of_its_stage() -> None:
 def test_temperatures_may_be_more_than_the_stages_but_not_fewer() -> None:
     Sampling(temperature=(1.0,) * 4).check(STAGES)
     Sampling(temperature=2.0).check(STAGES)
-    with pytest.raises(SettingError, match="2 temperatures for 3 stages"):
+    with pytest.raises(SettingError, match="2 values of temperature for 3 stages"):
         Sampling(temperature=(1.0, 1.0)).check(STAGES)
 
 
@@ -522,7 +522,7 @@ def test_later_stages_repeat_the_last_entry() -> None:
     ids=str,
 )
 def test_impossible_refinements_are_refused(bad: dict[str, Any]) -> None:
-    with pytest.raises(SettingError, match="a refinement (has as many numbers of rounds|is made of whole numbers from 0)"):
+    with pytest.raises(SettingError, match="refine must be"):
         Refinement(**bad)
 
 
@@ -550,5 +550,5 @@ def test_sampled_sides_may_be_a_list() -> None:
 
 @pytest.mark.parametrize("settings", [{"rounds": 8, "drafted": 5}, {"first_stage": 1.5}, {"rounds": (4.5,), "drafted": (0,)}], ids=str)
 def test_refinements_of_the_wrong_kind_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(SettingError, match="rounds and drafted are tuples|made of whole numbers"):
+    with pytest.raises(SettingError, match="refine"):
         Refinement(**settings)

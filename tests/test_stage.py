@@ -265,7 +265,7 @@ def test_what_moves_to_the_whole_grid_moves_back(choice: tuple[Stage, Tensor, Te
 
 @pytest.mark.parametrize("sizes", ["1234", [1, 2.5], [(1, 1, 1)], [1, None], [1, (2, 0)], 7, []], ids=str)
 def test_what_is_no_list_of_sizes_is_no_schedule(sizes: object) -> None:
-    with pytest.raises(SizeError, match="a schedule is a non-empty list"):
+    with pytest.raises(SizeError, match="a schedule must be a non-empty list"):
         Schedule(sizes)
 
 

@@ -41,12 +41,8 @@ class QuantizedSpec(CacheSpec):
 
     def allocate(self, tokens: int) -> Int8Tokens:
         shape = (self.rows, tokens, self.heads, self.head_dim)
-        return Int8Tokens(
-            torch.empty(shape, dtype=torch.int8, device=self.device),
-            torch.empty(shape, dtype=torch.int8, device=self.device),
-            torch.empty(shape[:3], dtype=SCALE, device=self.device),
-            torch.empty(shape[:3], dtype=SCALE, device=self.device),
-        )
+        codes = (torch.empty(shape, dtype=torch.int8, device=self.device) for _ in range(2))
+        return Int8Tokens(*codes, *(torch.empty(shape[:3], dtype=SCALE, device=self.device) for _ in range(2)))
 
 
 class QuantizedLayerCache(LayerCache):

@@ -65,15 +65,14 @@ class LayerCache:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Returns the result of attention before its projection, [R, N, H * D]. Override it to read some of the keys, or to drop some."""
-        view, q = call.view, call.q
+        view, q, packing = call.view, call.q, call.tokens.packing
         keys, values = view.keys.narrow(1, 0, view.end), view.values.narrow(1, 0, view.end)
-        if call.mask is not None:
-            return attend(q, keys, values, call.mask, call.scale)
         few = call.captured and q.shape[0] * q.shape[1] <= MAX_FEW_QUERIES
+        if call.mask is not None or not (few or packing or view.lengths is not None):
+            return attend(q, keys, values, call.mask, call.scale)
         return attend_rows(
-            q, keys, values, view.lengths, call.scale,
-            packing=call.tokens.packing, captured=call.captured, few=few, e4m3_scale=call.e4m3_scale,
-        )  # fmt: skip
+            q, keys, values, view.lengths, call.scale, packing=packing, captured=call.captured, few=few, e4m3_scale=call.e4m3_scale
+        )
 
     def reserve(self, rows: int, new: int, tokens: Tokens, *, finite_tails: bool = True) -> CacheView:
         """Makes room for `new` entries per row, which the caller writes, and then says so with `written`.

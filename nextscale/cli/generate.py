@@ -35,7 +35,7 @@ from .parse import parse_methods, size_text
 from .show import darkened, engines, percent, plain_table, result_console, show_next, token_bar
 
 if TYPE_CHECKING:
-    from ..pipeline import Output, Pipeline, Preview
+    from ..pipeline import Pipeline, Preview
     from ..report import Report
     from ..stage import Schedule
 
@@ -95,7 +95,7 @@ def generate(
     if warmup and model.torch_device.type != "cuda":
         raise SettingError(f"--warmup needs a GPU; the device is {model.torch_device}. Leave it out.")
     settings |= {"size": schedule, "method": acceleration, "compute_mask": output.compute_mask} | ({"warmup": True} if warmup else {})
-    calls = generate_pictures(partial(model.load, **sampling.loading), pictures, batch, settings, output.previews)
+    calls = generate_pictures(partial(model.load, as_released=sampling.as_released), pictures, batch, settings, output.previews)
     if output.grid:
         write_grid(pictures, output.grid)
     if output.report:
@@ -136,19 +136,13 @@ def generate_pictures(
             together = pictures[first : first + batch]
             prompts, seeds = [picture.prompt for picture in together], [picture.seed for picture in together]
             output = pipeline(prompts, seed=seeds, on_stage=partial(on_stage, together), **settings)
-            write_output(together, output)
+            images = output.images
+            for picture, image in zip(together, images, strict=True):
+                write_image(image, picture.file)
+            for picture, image in zip(together, darkened(images, output.compute_mask), strict=True) if output.compute_mask else ():
+                write_image(image, picture.mask_file)
             calls.append((together, output.report))
     return calls
-
-
-def write_output(pictures: Sequence[Picture], output: Output) -> None:
-    from ..io import write_image
-
-    images = output.images
-    masks = [] if output.compute_mask is None else darkened(images, output.compute_mask)
-    files = [picture.file for picture in pictures] + [picture.mask_file for picture in pictures if masks]
-    for image, file in zip([*images, *masks], files, strict=True):
-        write_image(image, file)
 
 
 def write_grid(pictures: Sequence[Picture], file: Path) -> None:
@@ -180,14 +174,13 @@ def write_report(settings: Mapping[str, Any], calls: Sequence[Call], file: Path)
 
 def show_results(calls: Sequence[Call]) -> None:
     console, reports = result_console(), [report for _, report in calls]
-    padded = any(report.padding for report in reports)
-    columns = ("file", "seed", "size", "seconds", "method", "MACs", *(["padding"] if padded else []))
-    table = plain_table(*columns, folded=("file", "method"))
+    shares = {"MACs": "cost_share"} | ({"padding": "padding"} if any(report.padding for report in reports) else {})
+    table = plain_table("file", "seed", "size", "seconds", "method", *shares, folded=("file", "method"))
     for pictures, report in calls:
-        shares = [percent(report.cost_share), *([percent(report.padding)] if padded else [])]
+        seconds = f"{report.seconds / len(pictures):.2f}"
+        cells = [size_text(report.size), seconds, escape(report.method), *(percent(getattr(report, name)) for name in shares.values())]
         for picture in pictures:
-            seconds = f"{report.seconds / len(pictures):.2f}"
-            table.add_row(escape(str(picture.file)), str(picture.seed), size_text(report.size), seconds, escape(report.method), *shares)
+            table.add_row(escape(str(picture.file)), str(picture.seed), *cells)
     console.print(table)
     for reason in dict.fromkeys(report.selection_reason for report in reports if report.selection_reason is not None):
         console.print(escape(reason), soft_wrap=True)

@@ -270,9 +270,8 @@ class SamplingOptions:
         return parse.parse_switches(self.sampling or ())
 
     @property
-    def loading(self) -> dict[str, bool]:
-        """The arguments of `nextscale.load`."""
-        return {"as_released": self.switches.get("as_released", False)}
+    def as_released(self) -> bool:
+        return self.switches.get("as_released", False)
 
     @property
     def changes(self) -> dict[str, Any]:

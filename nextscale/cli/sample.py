@@ -115,7 +115,7 @@ def sample(
         task = progress.add_task("generating", total=sum(len(one.pictures) for one in shard.part(batches)))
         settings = described(model, sampling, acceleration.label, method, run.random_weights)
         store = Store(out, work, shard, settings, versions(None if ray else model.torch_device, batch), chosen)
-        load = partial(random, model) if run.random_weights else partial(model.load, **sampling.loading)
+        load = partial(random, model) if run.random_weights else partial(model.load, as_released=sampling.as_released)
         run_all = generate_missing if ray is None else partial(sample_on_ray, ray_settings=ray)
         done = run_all(load, {**arguments, "method": acceleration}, batches, store, on_images=partial(progress.advance, task))
         if shard.count > 1:
@@ -144,10 +144,8 @@ def on_own_gpu(model: ModelOptions) -> ModelOptions:
     """Returns the options with a GPU of its own for each process that a launcher starts on one machine."""
     import torch
 
-    local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")
-    if model.device is not None or local is None or torch.cuda.device_count() < 2:
-        return model
-    return replace(model, device=f"cuda:{int(local) % torch.cuda.device_count()}")
+    local, gpus = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID"), torch.cuda.device_count()
+    return model if model.device or local is None or gpus < 2 else replace(model, device=f"cuda:{int(local) % gpus}")
 
 
 def random(model: ModelOptions) -> Pipeline:
@@ -207,7 +205,7 @@ def versions(device: torch.device | None, batch: int) -> dict[str, Any]:
 
     found = where(device or torch.device("cpu"))
     known = {"nextscale": version(), "commit": found["commit"], "torch": found["torch"], "batch": batch}
-    return known if device is None else {**known, "device": found["hardware"]}
+    return known | ({"device": found["hardware"]} if device else {})
 
 
 @contextmanager

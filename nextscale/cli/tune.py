@@ -111,7 +111,7 @@ def tune(
                 winners = search(bench, log, limit, test is None, on_progress)
                 searched = max(trial.images for trial in log.trials.values())
                 if test is None:
-                    held_out = evenly_spread(held_out, validation_prompts(batch, bench.dense_seconds_per_image(), limit, len(winners)))
+                    held_out = evenly_spread(held_out, validation_prompts(batch, bench.dense_time() / batch, limit, len(winners)))
             else:
                 winners = starting_points(start, pipeline, schedule)
             profile = validate(
@@ -177,7 +177,7 @@ def search(bench: Bench, log: TrialLog, minutes: float, choose: bool, on_progres
     guided = any(scale != 1 for scale in pipeline.settings.guidance.scales(bench.schedule))
     workload = Workload(bench.schedule, bench.batch, guided, text, pipeline.settings.sampling.refine)
     winners = Search(bench, log, images, 60 * minutes * (1 - VALIDATION), workload, on_trial).run()
-    most = max_winners(bench.batch, bench.dense_seconds_per_image(), minutes) if choose else MAX_WINNERS
+    most = max_winners(bench.batch, bench.dense_time() / bench.batch, minutes) if choose else MAX_WINNERS
     return [candidate.text for candidate in evenly_spread(winners, min(most, MAX_WINNERS))]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..models.base import PromptInputs
 from ..models.text_context import TextInputs, masked_length
-from ..sampling import ImageRng, NoiseKind, Rng
+from ..sampling import ImageRng, NoiseKind, Rng, Streams
 
 # --- prompts
 
@@ -87,7 +87,7 @@ class NoiseBuffer:
     numbers: Tensor  # [B, ...]
 
 
-class StaticRng:
+class StaticRng(Streams):
     """Remembers which noise a request asks for, in order. A second run of the same request gets the same buffers again."""
 
     def __init__(self) -> None:
@@ -133,16 +133,7 @@ class StaticRng:
             if images is not None:
                 buffer.numbers[images:] = own[-1:]
 
-    def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return self._buffer("exponential", shape, device)
-
-    def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return self._buffer("uniform", shape, device)
-
-    def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        return self._buffer("normal", shape, device)
-
-    def _buffer(self, kind: NoiseKind, shape: Sequence[int], device: torch.device) -> Tensor:
+    def draw(self, kind: NoiseKind, shape: Sequence[int], device: torch.device) -> Tensor:
         if self._next == len(self._buffers):
             if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(f"{kind} {list(shape)} is asked for in the capture and was not in the runs before it")

@@ -9,27 +9,26 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 import torch
 
 from ..device import Timer, device_lock
 from ..errors import OutOfMemory
+from ..methods.method import Method
 from ..models.base import NextScaleModel
 from ..planning.memory import reserved_bytes
 from ..request import Request
-from ..sampling import ImageRng
+from ..sampling import ImageRng, Sampling
+from ..stage import Schedule
 from ..tokenizers.base import Tokenizer
 from ..validation import is_hashable
-from .allocator import expandable_segments
-from .capture_key import CaptureKey
-from .executor import prompt_inputs
+from .buffers import text_bucket
+from .executor import ScheduleTables, prompt_inputs
 from .graphs import CapturedRequest
-from .memory import DeviceMemory
-from .pool import GraphPool
+from .memory import DeviceMemory, GraphPool, WeightPointers, expandable_segments
 from .replay import ReplayExecutor
-from .tables import ScheduleTables
-from .weight_pointers import WeightPointers
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +36,31 @@ SHARE = 0.4  # of the device's memory, which captures may keep unless the caller
 REMEMBERED = 1024  # kinds of requests, whether captured or not
 HOST_SECONDS = 1e-3
 """What the host takes to launch one block of one stage: 439 ms were measured on an H200 for 32 blocks and 13 stages."""
+
+
+@dataclass(frozen=True)
+class CaptureKey:
+    """What a capture is made for; a request with the same one can use it."""
+
+    schedule: Schedule
+    batch: int
+    guidance: Hashable
+    sampling: Sampling
+    method: Method
+    text: int  # room for this number of text tokens
+    prefix_codes: tuple[int, ...] = ()  # dimensions of the codes of each given stage: code numbers [B, N] or mixtures [B, N, Z]
+
+    @classmethod
+    def of(cls, request: Request, reads_text: bool) -> CaptureKey:
+        """`reads_text`: attention has keys for the text, of which there may be more or fewer."""
+        text = text_bucket(request.text_tokens) if reads_text else 0
+        prefix = tuple(codes.ndim for codes in request.prefix_codes)
+        return cls(request.schedule, request.batch, request.guidance.key, request.sampling, request.method, text, prefix)
+
+    def serves(self, other: CaptureKey) -> bool:
+        """Returns True if a capture for this one can run the other, of shorter prompts or fewer images."""
+        enough = self.text >= other.text and self.batch >= other.batch
+        return enough and replace(self, text=other.text, batch=other.batch) == other
 
 
 @dataclass(frozen=True)

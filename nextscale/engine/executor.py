@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from threading import Lock
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
 
+import torch
 from torch import Tensor
 
 from ..device import Timer
 from ..errors import SettingError
-from ..generate import StageOutput, generate
+from ..generate import StageOutput, begin, count_tokens, run_stage
+from ..methods.method import TokenCounts
 from ..models.base import NextScaleModel, PromptInputs
 from ..request import Request
+from ..stage import Schedule
 from ..tokenizers.base import Tokenizer
 
 Engine = Literal["graphs", "eager"]
@@ -42,6 +47,30 @@ class Executor(Protocol):
         ...
 
 
+MAX_TABLES = 8  # 5 MB each for images of 1024 x 1024 pixels
+
+
+class ScheduleTables:
+    """What a model makes of a schedule, kept for the last few of them."""
+
+    def __init__(self, model: NextScaleModel) -> None:
+        self._model = model
+        self._tables: dict[tuple[Schedule, torch.device], Any] = {}  # the last one used is the last to go
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def of(self, schedule: Schedule) -> Any:
+        key = schedule, self._model.device
+        with self._lock:
+            tables = self._tables.pop(key) if key in self._tables else self._model.schedule_tables(schedule)
+            if len(self._tables) == MAX_TABLES:
+                del self._tables[next(iter(self._tables))]
+            self._tables[key] = tables
+        return tables
+
+
 class EagerExecutor:
     """Launches a request kernel by kernel."""
 
@@ -57,8 +86,16 @@ class EagerExecutor:
             inputs = prompt_inputs(self._model, request)
             cond = self._model.condition_from(inputs, self._tables)
         timer.start("stage")
-        canvas = self._tokenizer.canvas(request.schedule, request.batch)
-        finite = generate(self._model, cond, canvas, request, timer, watch)
+        canvas, finite = self._tokenizer.canvas(request.schedule, request.batch), dict[int, Tensor]()
+        state = begin(self._model, cond, canvas, request, timer)
+        for stage in request.schedule:
+            counts = count_tokens(state, request, stage)
+            known = None if counts is None else tuple(counts.tolist())  # the only thing that the host reads in a stage
+            kept = None if known is None else TokenCounts(min(known), max(known), sum(known))
+            done, good = run_stage(self._model, request, state, stage, kept)
+            if good is not None:
+                finite[stage.index] = good
+            watch(replace(done, known_counts=known))
         with timer.time("decode"):
             pixels = self._tokenizer.decode(canvas.latent) if decode else canvas.latent.new_empty(request.batch, 3, 0, 0)
         return Generated(canvas.latent, pixels, finite, text_length(inputs))

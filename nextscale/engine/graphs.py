@@ -24,7 +24,7 @@ from ..request import Request
 from ..stage import Stage
 from ..tokenizers.base import Tokenizer
 from .buffers import StaticInputs, StaticRng, positions, rewind
-from .pool import GraphPool
+from .memory import GraphPool
 from .variants import StageGraph, StageVariants, TokenCounter, buckets
 
 WARM_UPS = 2  # runs before the capture

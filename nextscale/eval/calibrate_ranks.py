@@ -15,6 +15,7 @@ from ..methods.combine import Combined
 from ..methods.stagevar import ALPHA, StageVAR
 from ..methods.stagevar_ranks import RankRow, RankTable, counted_tokens, energy_ranks, group_layers, identity
 from ..pipeline import Pipeline
+from ..schedules import SizeLike
 from ..stage import Schedule, Stage
 from .probe import FeatureProbe
 
@@ -52,22 +53,22 @@ def measure_ranks(
     method: StageVAR | None = None,
     seed: int = 0,
     on_image: Callable[[], None] = lambda: None,
-    **request: Any,
+    size: SizeLike = None,
 ) -> dict[float, dict[int, tuple[float, ...]]]:
     """Returns rank ratios {alpha: {stage: one ratio per group}}, mean over prompts, of all stages without guidance.
 
     Generates one image per prompt at full rank, the i-th with seed + i, guidance off where `method` (StageVAR()) says, and without its
-    skips. `request`: size, guidance and so on, as for `pipe`. The paper took 553 prompts; the spread over prompts is a tenth of the mean.
+    skips. The paper took 553 prompts; the spread over prompts is a tenth of the mean.
     """
     method = StageVAR() if method is None else method
-    schedule = pipe.settings.schedules.choose(request.get("size"), request.get("aspect"))
+    schedule = pipe.settings.schedules.choose(size, None)
     measured = range(first := method.first_unguided(pipe.model, schedule), len(schedule))
     layers = tuple(blocks.start for blocks in group_layers(pipe.model, method.groups))
     watcher = RankWatcher(layers, alphas)
     dense = replace(method, guidance_off=first, alphas=(), ranks=None, as_released=False)
     probed = Combined((dense, FeatureProbe((watcher.watch,), layers, frozenset(measured))))
     for image, prompt in enumerate(prompts):
-        pipe(prompt, seed=seed + image, method=probed, **request)
+        pipe(prompt, seed=seed + image, method=probed, size=schedule)
         on_image()
     if not watcher.found:
         raise SettingError("prompts and stages without guidance must not be empty to measure ranks.")

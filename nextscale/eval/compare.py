@@ -53,7 +53,7 @@ class MethodResult:
     def row(self, dense: MethodResult) -> Row:
         """Returns the columns of this method."""
         if self.error is not None:
-            return {"settings": self.method.label, "engine": None, "error": self.error}
+            return {"engine": None, "error": self.error}
         reports, pairs = self.reports, list(zip(dense.reports, self.reports, strict=True))
         row: Row = {
             "settings": reports[0].method,

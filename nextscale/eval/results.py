@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -12,6 +11,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..device import hardware_name
@@ -62,8 +62,8 @@ def wait(device: torch.device) -> None:
 
 def percentiles(values: Sequence[float], digits: int = 4) -> dict[str, float]:
     """Returns the median, the 20th and the 80th percentile."""
-    tenths = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else [*values] * 9
-    return {name: round(tenths[place], digits) for name, place in (("median", 4), ("p20", 1), ("p80", 7))}
+    found = np.quantile(values, (0.5, 0.2, 0.8))
+    return {name: round(float(value), digits) for name, value in zip(("median", "p20", "p80"), found, strict=True)}
 
 
 def percentiles_ms(seconds: Sequence[float]) -> dict[str, float]:
@@ -95,15 +95,12 @@ def commit() -> str:
     """Returns the commit of the checkout that this package runs from; the variable NEXTSCALE_COMMIT takes precedence."""
     if "NEXTSCALE_COMMIT" in os.environ:
         return os.environ["NEXTSCALE_COMMIT"]
-    here = Path(__file__)
-    tracked = _git("ls-files", here.name, folder=here.parent)  # an installed copy may be inside the checkout of another project
-    return (_git("rev-parse", "--short", "HEAD", folder=here.parent) if tracked else "") or "unknown"
-
-
-def _git(*arguments: str, folder: Path) -> str:
-    """Returns the output of git; empty if it fails or is not installed."""
+    checkout = Path(__file__).parents[2]
+    if not (checkout / ".git").exists():  # an installed copy may be inside the checkout of another project
+        return "unknown"
     try:
-        done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+        return subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -44,7 +44,6 @@ from .presets import (
     ModelSpec,
     build_on_meta,
     model_spec,
-    require_shared_tokenizer,
 )
 
 PathLike = str | Path
@@ -109,7 +108,6 @@ def load(
     pipeline.weights_folder = weights if weights.is_dir() else weights.parent
 
     def open_partner(other: str) -> Pipeline:
-        require_shared_tokenizer(spec, model_spec(other))
         own: dict[str, Any] = {"text_encoder": text_encoder, "offload_text": offload_text, "download": download} | options
         own |= {"device": model.device, "dtype": model.dtype, "quantize": quantize, "kv_dtype": model.kv_dtype, "as_released": as_released}
         return load(other, tokenizer=tokenizer, **own)

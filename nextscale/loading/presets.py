@@ -10,7 +10,7 @@ import torch
 
 from ..assets import EMBEDDED
 from ..checkpoints import NoInitialValues
-from ..errors import SettingError, UnknownModel
+from ..errors import UnknownModel
 from ..guidance import ConstantGuidance, RampGuidance
 from ..models import (
     FlexVar,
@@ -296,8 +296,3 @@ def model_spec(name: str | ModelSpec) -> ModelSpec:
     close = difflib.get_close_matches(str(name), MODELS, n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(close)}? " if close else ""
     raise UnknownModel(f"unknown model {name!r}; {hint}Known models: {', '.join(MODELS)}.")
-
-
-def require_shared_tokenizer(spec: ModelSpec, other: ModelSpec) -> None:
-    if other.tokenizer_weights != spec.tokenizer_weights:
-        raise SettingError(f"{spec.name} and {other.name} must share a tokenizer. Choose two models of one family.")

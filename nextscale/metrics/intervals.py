@@ -1,7 +1,5 @@
 """Confidence intervals of means over images, from resampled images."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 

@@ -4,8 +4,6 @@ torchmetrics gives the same numbers, as a test shows, but for the windows of SSI
 and the paper does not. These run with torch alone, on machines where nothing can be installed.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -13,7 +13,6 @@ from .. import kernels
 from ..cache import AttentionCall, NoCache
 from ..cache.attention import attend_rows, reads_lengths, unit_vectors
 from ..stage import Tokens
-from ..varlen import VarlenLayout
 from .context import ForwardContext
 from .quantization import QuantizedLinear, input_scale_of
 from .rope import InterleavedRope
@@ -119,13 +118,13 @@ class CrossAttention(nn.Module):
         keys = unit_vectors(kv[:, 0].float()) * logit_scale(self.log_temperature)
         return torch.stack([keys.to(kv.dtype), kv[:, 1]], dim=1)
 
-    def forward(self, x: Tensor, ctx: ForwardContext, packing: VarlenLayout | None = None) -> Tensor:
+    def forward(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         text = ctx.cond.text
         assert text is not None
         keys, values = text.keys_values[self.layer]
         q = self.q(x[: keys.shape[0]]).unflatten(-1, (self.heads, -1))  # a single row of text serves all rows: see TextContext
         out = attend_rows(
             q, keys, values, text.lengths, self.scale,
-            mask=text.mask, packing=packing, captured=ctx.captured, unit=self.unit, e4m3_scale=input_scale_of(self.proj),
+            mask=text.mask, packing=tokens.packing, captured=ctx.captured, unit=self.unit, e4m3_scale=input_scale_of(self.proj),
         )  # fmt: skip
         return self.proj(out).expand(x.shape[0], -1, -1)

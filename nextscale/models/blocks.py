@@ -100,13 +100,10 @@ def run_sublayers(
     """
     if not kernels.available(x):
         for number, one in enumerate(sublayers):
+            update = one(x, tokens, ctx)
             if store is not None:
-                update = one(x, tokens, ctx)
                 store(number, update)
-                x = x + update
-                continue
-            update = one.run(one.normed(x, tokens), tokens, ctx)
-            x = x + update if one.gate is None else torch.addcmul(x, tokens.of_rows(one.gate), update)
+            x = x + update
         return x
     y = sublayers[0].normed(x, tokens)
     for number, one in enumerate(sublayers):
@@ -147,15 +144,17 @@ class Block(nn.Module):
         text = input_scale_of(self.text_attention.q) if self.has_text else None
         return (
             Sublayer(self.norm, attention_scale, attention_shift, attention_gate, self.attention, input_scale_of(self.attention.qkv)),
-            *((Sublayer(self.text_norm, None, None, None, self._run_text, text),) if self.has_text else ()),
+            *((Sublayer(self.text_norm, None, None, None, self.text_attention, text),) if self.has_text else ()),
             Sublayer(self.norm, scale, shift, gate, self._run_feed_forward, self.feed_forward.input_scale),
         )
 
     def forward(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        return run_sublayers(self.sublayers(ctx), x, tokens, ctx)
-
-    def _run_text(self, y: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        return self.text_attention(y, ctx, tokens.packing)
+        if kernels.available(x):
+            return run_sublayers(self.sublayers(ctx), x, tokens, ctx)
+        for one in self.sublayers(ctx):
+            update = one.run(one.normed(x, tokens), tokens, ctx)
+            x = x + update if one.gate is None else torch.addcmul(x, tokens.of_rows(one.gate), update)
+        return x
 
     def _run_feed_forward(self, y: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         return self.feed_forward(y)

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..sampling import LEAST_TEMPERATURE
+from ..sampling import MIN_TEMPERATURE
 
 MAX_IMAGES = 10
 MAX_PARTIALS = 32  # clients send 0 to 3; more show every stage
@@ -20,49 +20,57 @@ Side = Annotated[int, Field(ge=1, le=16384)]
 class ImageRequest(BaseModel):
     """Body of a request for images. Some fields of other servers are accepted only to be refused with a remedy."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True, use_attribute_docstrings=True)
 
-    prompt: str = Field(min_length=1, description="Text, or a class number as text, such as '207', for class models.")
-    model: Annotated[str, Field(max_length=200)] | None = Field(None, description="Name or alias of /v1/models; default: the first.")
-    n: Annotated[int, Field(ge=1, le=MAX_IMAGES)] | None = Field(1, description="Number of images.")
-    size: Annotated[str, Field(max_length=32)] | None = Field(
-        "auto", description="'auto', 'WIDTHxHEIGHT', or a pixel budget of the model, such as '0.25M'."
-    )
-    quality: Literal["auto", "standard", "low", "medium", "high", "hd"] | None = Field(
-        "auto", description="'auto' or 'standard'; use method to choose between speed and quality."
-    )
-    background: Literal["auto", "opaque", "transparent"] | None = Field("auto", description="'transparent' is refused.")
+    prompt: Annotated[str, Field(min_length=1)]
+    """Text, or a class number as text, such as '207', for class models."""
+    model: Annotated[str, Field(max_length=200)] | None = None
+    """Name or alias of /v1/models; default: the first."""
+    n: Annotated[int, Field(ge=1, le=MAX_IMAGES)] | None = 1
+    """Number of images."""
+    size: Annotated[str, Field(max_length=32)] | None = "auto"
+    """'auto', 'WIDTHxHEIGHT', or a pixel budget of the model, such as '0.25M'."""
+    quality: Literal["auto", "standard", "low", "medium", "high", "hd"] | None = "auto"
+    """'auto' or 'standard'; use method to choose between speed and quality."""
+    background: Literal["auto", "opaque", "transparent"] | None = "auto"
+    """'transparent' is refused."""
     output_format: Literal["png", "jpeg", "webp"] | None = "png"
-    output_compression: Annotated[int, Field(ge=0, le=100)] | None = Field(None, description="Quality of jpeg and webp; 95 by default.")
-    moderation: Literal["auto", "low"] | None = Field("auto", description="Ignored.")
+    output_compression: Annotated[int, Field(ge=0, le=100)] | None = None
+    """Quality of jpeg and webp; 95 by default."""
+    moderation: Literal["auto", "low"] | None = "auto"
+    """Ignored."""
     stream: bool | None = False
-    partial_images: Annotated[int, Field(ge=0, le=MAX_PARTIALS)] | None = Field(
-        0, description="Number of partial images in a stream; each is the canvas after a stage."
-    )
-    user: Annotated[str, Field(max_length=512)] | None = Field(None, description="Ignored.")
-    safety_identifier: Annotated[str, Field(max_length=512)] | None = Field(None, description="Ignored.")
-    response_format: Literal["b64_json", "url"] | None = Field("b64_json", description="'url' is refused: no image is stored.")
-    style: Literal["vivid", "natural"] | None = Field(None, description="Refused: describe it in the prompt.")
+    partial_images: Annotated[int, Field(ge=0, le=MAX_PARTIALS)] | None = 0
+    """Number of partial images in a stream; each is the canvas after a stage."""
+    user: Annotated[str, Field(max_length=512)] | None = None
+    """Ignored."""
+    safety_identifier: Annotated[str, Field(max_length=512)] | None = None
+    """Ignored."""
+    response_format: Literal["b64_json", "url"] | None = "b64_json"
+    """'url' is refused: no image is stored."""
+    style: Literal["vivid", "natural"] | None = None
+    """Refused: describe it in the prompt."""
 
-    seed: Seed | Annotated[list[Seed], Field(min_length=1, max_length=MAX_IMAGES)] | None = Field(
-        None, description="Seed of the first image, counted on for others, or one per image. Default: random."
-    )
-    negative_prompt: Annotated[str, Field(min_length=1)] | None = Field(None, description="Text to steer away from.")
-    guidance_scale: Scale | Annotated[list[Scale], Field(min_length=1, max_length=MAX_LIST)] | None = Field(
-        None, description="A number, applied in the model's published form, or one number per stage."
-    )
-    num_inference_steps: int | None = Field(None, description="Refused: the size sets the stages; see stop_after_stage and method.")
-    width: Side | None = Field(None, description="With height: replaces size.")
+    seed: Seed | Annotated[list[Seed], Field(min_length=1, max_length=MAX_IMAGES)] | None = None
+    """Seed of the first image, counted on for others, or one per image. Default: random."""
+    negative_prompt: Annotated[str, Field(min_length=1)] | None = None
+    """Text to steer away from."""
+    guidance_scale: Scale | Annotated[list[Scale], Field(min_length=1, max_length=MAX_LIST)] | None = None
+    """A number, applied in the model's published form, or one number per stage."""
+    num_inference_steps: int | None = None
+    """Refused: the size sets the stages; see stop_after_stage and method."""
+    width: Side | None = None
+    """With height: replaces size."""
     height: Side | None = None
-    aspect: Annotated[str, Field(max_length=16)] | None = Field(None, description="Aspect ratio such as '16:9', with 'auto' or a budget.")
-    method: Annotated[str, Field(max_length=MAX_METHOD)] | None = Field(
-        None, description="Acceleration, such as 'skip:last=2 + fastvar', or 'dense'. Default: the server's."
-    )
-    masks: bool | None = Field(False, description="Return the share of the network that ran per cell and stage.")
-    stop_after_stage: Annotated[int, Field(ge=0, le=MAX_LIST)] | None = Field(
-        None, description="Decode the image after this stage, counted from 0."
-    )
-    temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=100, allow_inf_nan=False)] | None = None
+    aspect: Annotated[str, Field(max_length=16)] | None = None
+    """Aspect ratio such as '16:9', with 'auto' or a budget."""
+    method: Annotated[str, Field(max_length=MAX_METHOD)] | None = None
+    """Acceleration, such as 'skip:last=2 + fastvar', or 'dense'. Default: the server's."""
+    masks: bool | None = False
+    """Return the share of the network that ran per cell and stage."""
+    stop_after_stage: Annotated[int, Field(ge=0, le=MAX_LIST)] | None = None
+    """Decode the image after this stage, counted from 0."""
+    temperature: Annotated[float, Field(ge=MIN_TEMPERATURE, le=100, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     greedy: bool | None = None

@@ -1,7 +1,5 @@
 """What every tokenizer offers: images to codes per stage, a canvas for codes, and the latent back to an image."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """FlexVAR's tokenizer: every stage is quantized on its own with unit-length codes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from ..canvas import ReplacedCanvas

@@ -1,7 +1,5 @@
 """Infinity's tokenizer: binary spherical codes, one sign per latent channel, no codebook."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

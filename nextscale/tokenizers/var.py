@@ -1,7 +1,5 @@
 """Tokenizers of VAR and HART: a residual quantizer with one codebook, whose upsampled maps pass a small convolution."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 

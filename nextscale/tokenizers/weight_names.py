@@ -1,7 +1,5 @@
 """The names that published files give to the parts of the autoencoder."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

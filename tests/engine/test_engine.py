@@ -14,10 +14,10 @@ from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, Stag
 from nextscale.device import Timer
 from nextscale.engine.buffers import TEXT_BUCKETS, StaticInputs, StaticRng, text_bucket
 from nextscale.engine.captures import obstacle
-from nextscale.engine.tables import KEPT
+from nextscale.engine.executor import MAX_TABLES
 from nextscale.engine.variants import BUCKETS, bucket_sizes
 from nextscale.errors import SettingError
-from nextscale.generate import generate
+from nextscale.generate import begin, run_stage
 from nextscale.guidance import Guidance, RampGuidance, ResolvedGuidance, StageGuidance
 from nextscale.loading.load import random_pipeline
 from nextscale.methods.combine import Combined
@@ -25,7 +25,7 @@ from nextscale.models.base import PromptInputs
 from nextscale.models.context import Conditioning
 from nextscale.models.text_context import TextInputs
 from nextscale.pipeline import Pipeline
-from nextscale.planning.remembered import Planning
+from nextscale.planning import Planner
 from nextscale.request import Request
 from nextscale.sampling import ImageRng
 from nextscale.stage import Schedule
@@ -82,7 +82,9 @@ def test_static_noise_and_prompts_give_the_images_of_the_request_that_is_loaded(
         own.rewind()
         canvas = pipe.tokenizer.canvas(request.schedule, 2)
         cond = pipe.model.condition_from(fixed.value, pipe.model.schedule_tables(request.schedule))
-        generate(pipe.model, cond, canvas, request, Timer(CPU), lambda done: None)
+        state = begin(pipe.model, cond, canvas, request, Timer(CPU))
+        for stage in request.schedule:
+            run_stage(pipe.model, request, state, stage, None)
         return canvas.latent
 
     before = latent()
@@ -378,20 +380,20 @@ def test_tables_of_the_last_schedules_are_kept(monkeypatch: pytest.MonkeyPatch) 
     pipe, made = random_pipeline(SPECS["infinity"]), []
     tables = type(pipe.model).schedule_tables
     monkeypatch.setattr(type(pipe.model), "schedule_tables", lambda model, schedule: made.append(schedule) or tables(model, schedule))
-    sizes = [Schedule((1, side)) for side in range(2, 4 + KEPT)]
+    sizes = [Schedule((1, side)) for side in range(2, 4 + MAX_TABLES)]
     for size in (sizes[0], sizes[0], *sizes, sizes[-1]):
         pipe(prompts("infinity", 1), size=size, seed=0)
     assert made == sizes
     pipe(prompts("infinity", 1), size=sizes[0], seed=0)
     assert made == [*sizes, sizes[0]]
-    assert len(pipe._tables) == KEPT
+    assert len(pipe._tables) == MAX_TABLES
 
 
 def test_nothing_is_counted_while_the_device_has_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host waits when all else is done: costs are counted and outputs copied before."""
     order: list[str] = []
     pipe = random_pipeline(SPECS["var"])
-    for owner, name in ((Planning, "cost"), (report, "peak_memory"), (report, "require_finite")):
+    for owner, name in ((Planner, "cost"), (report, "peak_memory"), (report, "require_finite")):
         known = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given, name=name, known=known: order.append(name) or known(*given))
     pipe(1, seed=0)

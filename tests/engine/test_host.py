@@ -13,16 +13,15 @@ import torch
 from torch import nn
 
 from nextscale import Method, SparseVAR, StageVAR
-from nextscale.engine.weight_pointers import WeightPointers
+from nextscale.engine.memory import WeightPointers
 from nextscale.errors import PromptError
 from nextscale.loading.load import random_pipeline
 from nextscale.methods.method import Plans
 from nextscale.methods.stagevar_ranks import RankRow, RankTable, identity
 from nextscale.models import NextScaleModel
+from nextscale.planning import Planner
 from nextscale.planning.cost import Workload, request_cost
 from nextscale.planning.memory import reserved_bytes
-from nextscale.planning.remembered import Planning
-from nextscale.sampling import ImageRng, SharedRng
 from nextscale.schedules import InfinitySchedules
 from nextscale.stage import Schedule
 from nextscale.text.features import TextFeatures
@@ -84,28 +83,28 @@ class Counting(Method):
 
 def test_a_forecast_is_made_once_until_the_model_changes() -> None:
     model, schedule = tiny.fresh_pipeline("var").model, tiny.schedule_of("var")
-    planning, method = Planning(model), Counting([])
+    planning, method = Planner(model), Counting([])
     for _ in range(3):
-        assert planning.forecast(method, schedule, True, 0.5) == method.forecast(model, schedule)
+        assert planning.forecast(method, schedule, True) == method.forecast(model, schedule)
     assert method.asked == [4, 4, 4, 4]  # three times by the test
-    planning.forecast(method, schedule, False, 0.5)
-    planning.forecast(method, Schedule((1, 2)), True, 0.5)
+    planning.forecast(method, schedule, False)
+    planning.forecast(method, Schedule((1, 2)), True)
     assert method.asked[4:] == [4, 2]
-    assert planning.forecast(Counting(), schedule, True, 1.0) == Method().forecast(model, schedule)
+    assert planning.forecast(Counting(), schedule, True) == Method().forecast(model, schedule)
 
 
 def test_a_forecast_follows_the_ranks_of_the_model() -> None:
     model, schedule = tiny.fresh_pipeline("var").model, tiny.schedule_of("var")
-    planning, method = Planning(model), StageVAR(alphas={3: 0.96})
-    before = planning.forecast(method, schedule, True, 1.0)
+    planning, method = Planner(model), StageVAR(alphas={3: 0.96})
+    before = planning.forecast(method, schedule, True)
     model.rank_table = RankTable(*identity(model), (RankRow(0.96, 1, (0.5,) * tiny.DEPTH),))
-    after = planning.forecast(method, schedule, True, 1.0)
+    after = planning.forecast(method, schedule, True)
     assert before != after == method.forecast(model, schedule)
 
 
 def test_costs_and_bytes_are_those_that_are_counted() -> None:
     model, schedule = tiny.fresh_pipeline("infinity").model, tiny.schedule_of("infinity")
-    planning, workload = Planning(model), Workload(tiny.schedule_of("infinity"), 2, text_tokens=8)
+    planning, workload = Planner(model), Workload(tiny.schedule_of("infinity"), 2, text_tokens=8)
     plans = SparseVAR(keep=0.3, first_stage=2).forecast(model, schedule)
     for _ in range(2):
         assert planning.cost(workload) == request_cost(model, workload)
@@ -128,15 +127,6 @@ def test_a_pipeline_that_is_dropped_leaves_no_weights_to_the_garbage_collector(f
         gc.enable()
 
 
-def test_random_numbers_can_be_had_again() -> None:
-    for rng in (ImageRng([3, 4], CPU), SharedRng(torch.Generator().manual_seed(3))):
-        rng.uniform((2, 3), CPU)
-        state = rng.get_state()
-        first = rng.normal((2, 5), CPU), rng.exponential((2, 2), CPU)
-        rng.set_state(state)
-        assert all(map(torch.equal, first, (rng.normal((2, 5), CPU), rng.exponential((2, 2), CPU))))
-
-
 def test_features_are_checked_again_when_they_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "aminmax", lambda tensor, seen=torch.Tensor.aminmax: (looked.append(tensor), seen(tensor))[1])
@@ -156,7 +146,7 @@ def test_features_are_checked_again_when_they_have_changed(monkeypatch: pytest.M
     for change, name, tensor in zip(changes, named, (*features.rows, features.pooled), strict=True):
         change()
         for _ in range(2):
-            with pytest.raises(PromptError, match=f"{name} contain NaN or infinity"):
+            with pytest.raises(PromptError, match=f"{name} must be finite"):
                 TextFeatures.of(features)
         tensor.zero_()
     with torch.inference_mode():

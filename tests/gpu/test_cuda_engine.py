@@ -13,7 +13,7 @@ from torch import Tensor
 from nextscale import FastVAR, Method, Pipeline, SkipStages, SparseVAR, StageVAR, kernels
 from nextscale.cache import real_entries
 from nextscale.cache.attention import attend, reads_lengths
-from nextscale.engine import allocator
+from nextscale.engine import memory
 from nextscale.generate import StageOutput
 from nextscale.loading.load import random_pipeline
 from nextscale.methods.combine import Combined
@@ -292,13 +292,13 @@ def test_captures_can_be_made_again_after_they_were_cleared_and_after_one_failed
 
 
 def test_captures_lie_in_segments_that_grow_and_nothing_else_does() -> None:
-    if allocator.allocator_setter() is None or allocator.OPTION in allocator.allocator_settings():
+    if memory.allocator_setter() is None or memory.OPTION in memory.allocator_settings():
         pytest.skip("chosen otherwise")
-    before = allocator.allocator_settings()
+    before = memory.allocator_settings()
     torch.cuda.empty_cache()
     pipe = random_pipeline(SPECS["infinity"], device="cuda")
     pipe.warmup(prompts("infinity", 2))
-    assert allocator.allocator_settings() == before
+    assert memory.allocator_settings() == before
     pool = pipe.captures._pool.handle
     of_pool = [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) == tuple(pool)]
     assert of_pool and all(segment["is_expandable"] for segment in of_pool)

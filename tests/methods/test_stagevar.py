@@ -38,7 +38,6 @@ from nextscale.models import Hart, HartConfig, Infinity, InfinityConfig, NextSca
 from nextscale.models.blocks import Block
 from nextscale.models.context import ForwardContext
 from nextscale.pipeline import Output
-from nextscale.planning.memory import ASSUMED_KEPT
 from nextscale.sampling import ImageRng, Rng
 from nextscale.schedules import HART_1024, INFINITY_SIZES
 from nextscale.stage import Schedule, Stage, Tokens, repeat_tail
@@ -690,7 +689,7 @@ def test_the_forecast_is_what_runs(method: StageVAR = PUBLISHED) -> None:
     pipe, schedule = tiny.shared_pipeline("star"), tiny.schedule_of("star")
     plans: list[StagePlan] = []
     generated("star", method=method, on_stage=lambda preview: plans.append(preview.done.plan))
-    forecast = method.forecast(pipe.model, schedule, kept=ASSUMED_KEPT)
+    forecast = method.forecast(pipe.model, schedule)
     assert tuple(plans) == forecast
     assert len({*plans}) == len({*forecast})
 

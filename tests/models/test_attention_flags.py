@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nextscale.cache import attention
-from nextscale.engine.allocator import OPTION, expandable_segments
+from nextscale.engine.memory import OPTION, expandable_segments
 from tests.engine.test_allocator import Allocator
 
 CUDA = torch.device("cuda")

@@ -470,7 +470,7 @@ def test_padding_with_a_mask_is_not_read(family: str) -> None:
 
 
 def test_refine_is_a_refinement() -> None:
-    with pytest.raises(SettingError, match="refine is a Refinement, or None"):
+    with pytest.raises(SettingError, match="refine must be a Refinement"):
         tiny.shared_pipeline("star_refined")(tiny.prompts("star_refined", 1), seed=0, refine=True)
 
 

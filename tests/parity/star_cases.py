@@ -275,9 +275,9 @@ class StarRun:
         """Cross-attention before the reference implementation throws away all rows but the first."""
         model = copy(self.model)
         model.config = replace(model.config, as_released=False)
-        x, ctx, _ = call.inputs
+        x, tokens, ctx = call.inputs
         text = model.condition(self.prompts, True, self.schedule, self.negative).text
-        return model.blocks[layer].text_attention(x, replace(ctx, cond=replace(ctx.cond, text=text)))
+        return model.blocks[layer].text_attention(x, tokens, replace(ctx, cond=replace(ctx.cond, text=text)))
 
     def compare_rope(self) -> None:
         config = self.model.config

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nextscale.errors import SettingError
 from nextscale.loading.load import without_weights
-from nextscale.loading.presets import MODELS, ModelSpec, model_spec, require_shared_tokenizer
+from nextscale.loading.presets import MODELS, ModelSpec, model_spec
 from nextscale.methods.method import DENSE, Method, Plans, StagePlan
 from nextscale.methods.skip import SkipStages
 from nextscale.methods.strategy import Call, Planned, Strategy
@@ -19,6 +19,8 @@ from nextscale.planning.memory import RequestMemory, request_memory, weights_byt
 from nextscale.stage import Schedule
 from nextscale.tokenizers.base import Tokenizer
 from nextscale.validation import is_int, require_flags
+
+from .rewind import only
 
 if TYPE_CHECKING:
     from nextscale.models.base import NextScaleModel
@@ -104,7 +106,7 @@ class CoDe(Strategy):
             return pipe(**{**call, "method": Method()})
         refiner = refiner_of(pipe, self.refiner)
         refiner.model.check_schedule(schedule)  # before anything is drafted
-        same = call["seed"].only(range(len(call["prompt"])))
+        same = only(call["seed"], range(len(call["prompt"])))
         sketch = pipe(**{**call, "method": SkipStages(len(schedule) - draft), "decode": False, "keep_stages": False})
         final = refiner(**{**call, "method": Method(), "seed": same, "prefix_codes": sketch.codes})  # its stages have the drafted ones, too
         text = masked_length(call["prompt"].longest) if pipe.model.block_config.text is not None else 0
@@ -122,6 +124,8 @@ def refiner_of(drafter: Pipeline, name: str | None) -> Pipeline:
     if name not in partners.known:
         if partners.open is None:
             raise SettingError(f"CoDe: {drafter.name} has no refiner {name!r}: add one, pipe.partners.known[{name!r}] = another pipeline")
+        if drafter.name in MODELS:  # before anything is fetched
+            require_shared_tokenizer(MODELS[drafter.name], model_spec(name))
         partners.known[name] = partners.open(name)
     refiner: Pipeline = partners.known[name]
     require_pair(*(Partner(pipe.name, pipe.model, pipe.tokenizer) for pipe in (drafter, refiner)))
@@ -216,3 +220,8 @@ def pair_report(sketch: Any, final: Any, cost_share: float, draft: int) -> Any:
         peak_memory=max(sketch.peak_memory, final.peak_memory),
         planned_memory=max(sketch.planned_memory, final.planned_memory),
     )
+
+
+def require_shared_tokenizer(spec: ModelSpec, other: ModelSpec) -> None:
+    if other.tokenizer_weights != spec.tokenizer_weights:
+        raise SettingError(f"{spec.name} and {other.name} must share a tokenizer. Choose two models of one family.")

@@ -19,6 +19,7 @@ from nextscale.stage import Schedule, Stage
 from nextscale.validation import is_int, is_number, require_flags
 
 from .groups import Group, JoinedStages, codes_by_stage, join_outputs, revise_only, unread_codes
+from .rewind import continue_from, only
 from .skipvar_models import Decisions, Outcome, decisions_named, published_decisions
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ class FirstCall:
     def __init__(self, method: SkipVAR, pipe: Any, call: Call, beside: Method, decide: int) -> None:
         self.method, self.pipe, self.call, self.beside, self.decide = method, pipe, call, beside, decide
         self.schedule, self.batch = call["size"], len(call["prompt"])
-        self.rng = call["seed"].only(range(self.batch))  # as it is before the first stage
+        self.rng = only(call["seed"], range(self.batch))  # as it is before the first stage
         self.previews: dict[int, Any] = {}
         asked = {
             "method": combined([beside, SkipStages(len(self.schedule) - decide - 1)]),
@@ -228,14 +229,14 @@ class FirstCall:
         asked = {
             "prompt": call["prompt"].take(own),
             "negative": negative.take(own) if negative is not None and len(negative) == self.batch else negative,
-            "seed": self.rng.only(own),
+            "seed": only(self.rng, own),
             "method": combined([self.beside, *self._changed(changes)]),
             "prefix_codes": [codes[own] for codes in (*prefix, *given)],
             "revise": None if revise is None else revise_only(revise, own, self.batch),
             "on_stage": on_stage,
         }
         output = self.pipe(**{**call, **asked})
-        call["seed"].continue_from(asked["seed"])
+        continue_from(call["seed"], asked["seed"])
         return output
 
     def _changed(self, changes: Changes) -> list[Method]:
