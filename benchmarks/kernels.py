@@ -53,22 +53,23 @@ def size(*tensors: Tensor) -> int:
 
 
 def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
-    from benchmarks.kernel_references import (
+    from nextscale.kernels.bits import sample_bits, sample_bits_reference
+    from nextscale.kernels.distance import (
+        distance_from_mean,
         distance_from_mean_reference,
+        mean_over_tokens,
         mean_over_tokens_reference,
-        norm_modulate_reference,
-        residual_norm_modulate_reference,
-        restore_tokens_reference,
-        rotate_into_cache_reference,
-        sample_bits_reference,
     )
-    from nextscale.kernels.bits import sample_bits
-    from nextscale.kernels.distance import distance_from_mean, mean_over_tokens
     from nextscale.kernels.kv_int8 import dequantize_tokens, dequantize_tokens_reference, quantize_tokens, quantize_tokens_reference
-    from nextscale.kernels.norm import norm_modulate, residual_norm_modulate
+    from nextscale.kernels.norm import (
+        norm_modulate,
+        norm_modulate_reference,
+        residual_norm_modulate,
+        residual_norm_modulate_reference,
+    )
     from nextscale.kernels.reference import Int8Tokens
-    from nextscale.kernels.restore import restore_tokens
-    from nextscale.kernels.rotate import rotate_into_cache
+    from nextscale.kernels.restore import restore_tokens, restore_tokens_reference
+    from nextscale.kernels.rotate import rotate_into_cache, rotate_into_cache_reference
     from nextscale.kernels.shapes import warps_for
     from nextscale.kernels.topk import topk_indices_sorted, topk_indices_sorted_reference
 
@@ -126,18 +127,12 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
 
 def decoder_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """In channels-last layout. The group norm has to read its input twice; numbers that are added to in place grow from run to run."""
-    from benchmarks.kernel_references import (
-        add_bias_residual_reference,
-        group_norm_silu_conv_reference,
-        group_norm_silu_reference,
-        upsample_nearest_reference,
-    )
-    from nextscale.kernels.bias_residual import add_bias_residual_
-    from nextscale.kernels.group_norm import WARPS, group_norm_silu
+    from nextscale.kernels.bias_residual import add_bias_residual_, add_bias_residual_reference
+    from nextscale.kernels.group_norm import WARPS, group_norm_silu, group_norm_silu_reference
     from nextscale.kernels.norm_conv import WARPS as CONV_WARPS
-    from nextscale.kernels.norm_conv import group_norm_silu_conv
+    from nextscale.kernels.norm_conv import group_norm_silu_conv, group_norm_silu_conv_reference
     from nextscale.kernels.shapes import warps_for
-    from nextscale.kernels.upsample import TILE, upsample_nearest
+    from nextscale.kernels.upsample import TILE, upsample_nearest, upsample_nearest_reference
 
     for channels, side in MAPS:
         x, residual = torch.randn(2, 1, channels, side, side, device=device, dtype=dtype)

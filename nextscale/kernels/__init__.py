@@ -1,4 +1,4 @@
-"""Triton kernels: each file holds a kernel and its launcher; `benchmarks.kernel_references` has the same in plain torch.
+"""Triton kernels: each file holds a kernel, its launcher, and the same in plain torch under the name `..._reference`.
 
     if kernels.available(x):
         y = kernels.norm_modulate(x, scale, shift)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -152,4 +153,31 @@ def attend_lengths(
             HEADS=heads, CHANNELS=channels, BLOCK=max(power_of_two(channels), MIN_DOT),
             QUERIES=queries, KEYS=key_block, STAGES=stages, num_warps=warps,
         )  # fmt: skip
+    return out
+
+
+def attend_lengths_reference(
+    q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | int, scale: float, *, unit: bool = False, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    if unit:
+        wide = q.to(torch.promote_types(q.dtype, torch.float32))
+        q = F.rms_norm(wide, wide.shape[-1:], eps=MIN_SQUARE).to(q.dtype)
+    if cu_seqlens is not None:
+        return attend_packed_reference(q, keys, values, lengths, scale, cu_seqlens.tolist())
+    if isinstance(lengths, int):
+        lengths = torch.full((q.shape[0],), lengths, device=q.device)
+    there = (torch.arange(keys.shape[1], device=lengths.device) < lengths[:, None])[:, None, None]
+    # Zero times what is not finite is not zero.
+    keys, values = (x.masked_fill(~there[:, 0, 0, :, None, None], 0) for x in (keys, values))
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=there, scale=scale)
+    return out.transpose(1, 2).flatten(2)
+
+
+def attend_packed_reference(q: Tensor, keys: Tensor, values: Tensor, lengths: Tensor | int, scale: float, cu_seqlens: list[int]) -> Tensor:
+    out = q.new_zeros(*q.shape[:2], q.shape[2] * q.shape[3])
+    for row in range(keys.shape[0]):
+        branch, image = divmod(row, len(cu_seqlens) - 1)
+        asked, one = slice(cu_seqlens[image], cu_seqlens[image + 1]), slice(row, row + 1)
+        length = lengths if isinstance(lengths, int) else lengths[one]
+        out[branch, asked] = attend_lengths_reference(q[branch, asked][None], keys[one], values[one], length, scale)[0]
     return out

@@ -111,3 +111,11 @@ def require_fitting(x: Tensor, bias: Tensor, residual: Tensor | None, residual_b
         image_sizes(residual)
     if residual_bias is not None:
         require_shape("residual_bias", residual_bias, x.shape[1])
+
+
+def add_bias_residual_reference(x: Tensor, bias: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Tensor:
+    """The same sum as torch computes it, in new memory."""
+    y = x + bias[:, None, None]
+    if residual is not None:
+        y = (residual if residual_bias is None else residual + residual_bias[:, None, None]) + y
+    return y

@@ -50,3 +50,11 @@ def sample_bits(logits: Tensor, noise: Tensor, top_p: float = 0.0, *, warps: int
             num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return bits
+
+
+def sample_bits_reference(logits: Tensor, noise: Tensor, top_p: float = 0.0) -> Tensor:
+    chances = logits.softmax(dim=-1)
+    if top_p != 0:
+        unlikely = chances.sort(dim=-1).values[..., :1] <= 1 - top_p
+        chances = chances.masked_fill(unlikely & (chances < chances.amax(dim=-1, keepdim=True)), 0.0)
+    return (chances / noise).argmax(dim=-1)

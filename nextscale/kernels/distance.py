@@ -67,6 +67,10 @@ def sum_chunks(x: Tensor, divisor: int) -> Tensor:
     return out
 
 
+def mean_over_tokens_reference(x: Tensor) -> Tensor:
+    return x.mean(dim=1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
 def distance_from_mean(x: Tensor, mean: Tensor, *, warps: int | None = None) -> Tensor:
     """Distance of every token of x [R, N, C] from mean [R, 1, C]: [R, N], float32."""
     rows, tokens, channels = x.shape
@@ -79,3 +83,7 @@ def distance_from_mean(x: Tensor, mean: Tensor, *, warps: int | None = None) -> 
             CHANNELS=channels, BLOCK=block, num_warps=warps or warps_for(block),
         )  # fmt: skip
     return out
+
+
+def distance_from_mean_reference(x: Tensor, mean: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x - mean, dim=-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -182,3 +183,8 @@ def centred_silu(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor, *, warps:
             x, mean, scale, bias, out, total, CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, num_warps=warps
         )
     return out
+
+
+def group_norm_silu_reference(x: Tensor, groups: int, weight: Tensor, bias: Tensor, eps: float, shift: Tensor | None = None) -> Tensor:
+    x = x if shift is None else x + shift[:, None, None]
+    return F.silu(torch.group_norm(x, groups, weight, bias, eps))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -75,6 +76,10 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
     return out.view(*x.shape[:-1], outputs)
 
 
+def int8_linear_reference(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, restore_int8_reference(weight, scale, x.dtype), bias)
+
+
 @triton.jit
 def restore_int8_kernel(code_ptr, scale_ptr, out_ptr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -93,3 +98,7 @@ def restore_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     with torch.cuda.device_of(codes):
         restore_int8_kernel[(outputs,)](codes, scale, out, CHANNELS=channels, BLOCK=block, num_warps=warps_for(block))
     return out
+
+
+def restore_int8_reference(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (codes * scale[:, None]).to(dtype)

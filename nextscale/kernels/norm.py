@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .quantize import in_e4m3_range
-from .reference import E4M3
+from .reference import E4M3, to_e4m3
 from .shapes import dense_channels, per_row, power_of_two, require_index, require_shape, warps_for
 
 NORM_EPS = 1e-6
@@ -143,3 +144,49 @@ def images_in(image: Tensor | None, rows: int, *modulations: Tensor | None) -> i
     if image is None:
         return 1
     return max((one.shape[0] // rows for one in modulations if one is not None and one.ndim == 3), default=1) or 1
+
+
+def of_tokens(modulation: Tensor | None, rows: int, image: Tensor | None) -> Tensor | None:
+    """[R * B, 1, C] for every token of packed rows, [R, N, C]; all else as it is."""
+    if modulation is None or image is None or modulation.ndim == 1 or modulation.shape[0] == 1:
+        return modulation
+    return modulation.unflatten(0, (rows, -1))[:, image.long(), 0]
+
+
+def norm_modulate_reference(
+    x: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    index: Tensor | None = None,
+    *,
+    centred: bool = True,
+    image: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    e4m3_scale: float | None = None,
+) -> Tensor:
+    if index is not None:
+        x = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]).long())
+    x = x if dtype is None else x.to(torch.promote_types(x.dtype, dtype))
+    scale, shift = (of_tokens(modulation, x.shape[0], image) for modulation in (scale, shift))
+    y = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) if centred else F.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
+    if scale is not None:
+        y = y * scale if shift is None else torch.addcmul(shift, y, scale)
+    elif shift is not None:
+        y = y + shift
+    return y if e4m3_scale is None else to_e4m3(y, e4m3_scale)
+
+
+def residual_norm_modulate_reference(
+    x: Tensor,
+    gate: Tensor | None,
+    update: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    *,
+    centred: bool = True,
+    image: Tensor | None = None,
+    e4m3_scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    gate = of_tokens(gate, x.shape[0], image)
+    total = x + update if gate is None else torch.addcmul(x, gate, update)
+    return total, norm_modulate_reference(total, scale, shift, centred=centred, image=image, e4m3_scale=e4m3_scale)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -117,3 +118,29 @@ def restore_tokens(
             num_warps=warps or warps_for(block),
         )  # fmt: skip
     return out
+
+
+def restore_tokens_reference(
+    memory: Tensor,
+    size: tuple[int, int],
+    grid: tuple[int, int],
+    fresh: Tensor,
+    index: Tensor,
+    *,
+    base: Tensor | None = None,
+    gate: Tensor | None = None,
+    cells: Tensor | None = None,
+) -> Tensor:
+    channels = memory.shape[-1]
+
+    def at(x: Tensor, places: Tensor) -> Tensor:
+        return x.gather(1, places[..., None].expand(-1, -1, channels).long())
+
+    resized = F.interpolate(memory.transpose(1, 2).unflatten(2, size), size=grid, mode="area").flatten(2).transpose(1, 2)
+    if cells is not None:
+        resized = at(resized, cells)
+    if gate is not None:
+        resized, fresh = gate * resized, gate * fresh
+    if base is not None:
+        resized, fresh = base + resized, at(base, index) + fresh
+    return resized.scatter(1, index[..., None].expand(-1, -1, channels).long(), fresh)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -127,3 +128,38 @@ def rotate_into_cache(
             num_warps=warps or warps_for(head_block * channel_block),
         )  # fmt: skip
     return q
+
+
+def rotate_into_cache_reference(
+    qkv: Tensor,
+    temperature: Tensor | None,
+    rotation: Tensor | None,
+    index: Tensor | None,
+    keys: Tensor,
+    values: Tensor,
+    start: int | Tensor,
+    *,
+    packed: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    rows, tokens, _, heads, head_dim = qkv.shape
+    qk = qkv[:, :, :2].to(torch.promote_types(qkv.dtype, torch.float32))
+    if temperature is not None:
+        qk = F.rms_norm(qk, (head_dim,), eps=MIN_SQUARE)
+    if rotation is not None:
+        at = rotation[None] if index is None else rotation[index.long()]  # [1 or R, N, D / 2]
+        pairs = torch.view_as_complex(qk.unflatten(-1, (-1, 2)).contiguous())
+        qk = torch.view_as_real(pairs * at[:, :, None, None]).flatten(-2)
+    q, k = qk.unbind(2)
+    if temperature is not None:
+        q = q * temperature.view(heads, 1)
+    for store, new in ((keys, k), (values, qkv[:, :, 2])):
+        if packed is not None:
+            image, place = (part[: int(packed[2][-1])] for part in packed[:2])
+            row = torch.arange(rows, device=store.device)[:, None] * (store.shape[0] // rows) + image
+            store[row, place + (start[row] if isinstance(start, Tensor) else start)] = new[:, : len(image)].to(store.dtype)
+        elif isinstance(start, Tensor):
+            row, slot = torch.arange(rows, device=start.device)[:, None], torch.arange(tokens, device=start.device)
+            store[row, start[:, None] + slot] = new.to(store.dtype)
+        else:
+            store.narrow(1, start, tokens).copy_(new)
+    return q.to(qkv.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -52,20 +52,14 @@ Anchors = Literal["grid", "content"]
 Shares = tuple[tuple[int, float], ...]
 
 
-class SparseVARDefaults(NamedTuple):
-    """The first reduced stage and the blocks across which change is measured, for one family."""
-
-    start: float  # cells of the first reduced stage, as a share of the last stage's
-    blocks: tuple[float, float]  # first and last + 1, as shares of the depth
-
-
-FIRST_SHARE = 3 / 8  # index 10 of all of Infinity's schedules of 13 stages: 38 to 44 % of the cells; index 9 has 25 %
-DEFAULTS = {
-    "infinity": SparseVARDefaults(FIRST_SHARE, (3 / 8, 4 / 8)),  # chunk 3 of 8
-    "hart": SparseVARDefaults((27 / 64) ** 2, (15 / 24, 16 / 24)),
-}
-OTHER = SparseVARDefaults(FIRST_SHARE, (6 / 8, 7 / 8))  # ours: as measured on nano
-MEASURED_BLOCKS = {("infinity", 8): range(6, 7)}  # family and depth of nano
+FIRST_SHARE = (
+    3 / 8
+)  # cells of the first reduced stage, of the last one's: index 10 of Infinity's schedules of 13 stages, where index 9 has 1/4
+HART_SHARE = (27 / 64) ** 2
+NANO = ("infinity", 8)
+BLOCKS = {"infinity": (3 / 8, 4 / 8), "hart": (15 / 24, 16 / 24)}
+OTHER_BLOCKS = (6 / 8, 7 / 8)  # ours: as measured on nano
+"""First block and last + 1 across which change is measured, as shares of the depth: chunk 3 of 8 of Infinity."""
 RELEASED_CANDIDATES = 4
 
 
@@ -150,7 +144,7 @@ class SparseVAR(Method):
         if self.first_stage is not None:
             require_stages("first_stage", [self.first_stage], len(schedule))
             return self.first_stage
-        least = DEFAULTS.get(model.family, OTHER).start * schedule[-1].cells
+        least = (HART_SHARE if model.family == "hart" else FIRST_SHARE) * schedule[-1].cells
         return max(self._earliest, next(stage.index for stage in schedule if stage.cells >= least))
 
     def budgets(self, model: NextScaleModel, schedule: Schedule) -> dict[int, int]:
@@ -174,8 +168,9 @@ class SparseVAR(Method):
         depth = len(model.blocks)
         if self.blocks is not None:
             return blocks_of("blocks", self.blocks, depth)  # type: ignore[arg-type]
-        first, stop = (math.floor(share * depth) for share in DEFAULTS.get(model.family, OTHER).blocks)
-        return MEASURED_BLOCKS.get((model.family, depth), range(first, max(first + 1, stop)))
+        shares = OTHER_BLOCKS if (model.family, depth) == NANO else BLOCKS.get(model.family, OTHER_BLOCKS)
+        first, stop = (math.floor(share * depth) for share in shares)
+        return range(first, max(first + 1, stop))
 
     def anchor_spacing(self, model: NextScaleModel) -> int | None:
         """Returns `alpha`, or None if a stage's codes replace earlier ones (FlexVAR), so that a token left out keeps its estimate."""
@@ -201,23 +196,17 @@ class SparseVAR(Method):
         )
 
     def _expected_tokens(self, model: NextScaleModel, stage: Stage, kept: float) -> int:
-        """Returns the tokens of a stage of which the share `kept` is computed, and the anchors in the rest.
-
-        A stage that may be reduced is forecast as reduced however few its cells are, since a method that needs all of them conflicts.
-        """
+        """Returns the tokens of a stage of which the share `kept` is computed. All but one, at most: methods that need all are refused."""
         anchors = self.anchor_count(model, stage)
-        computed = math.ceil(kept * stage.cells + (1 - kept) * anchors)
-        return max(1, min(computed, stage.cells - 1) if kept < 1 and anchors < stage.cells else computed)
+        most = stage.cells - (kept < 1 and anchors < stage.cells)
+        return max(1, min(math.ceil(kept * stage.cells + (1 - kept) * anchors), most))
 
     def start(self, setup: RunSetup) -> MethodRun:
         require_own_text(setup.model, setup.batch, "SparseVAR keeps other tokens")
         run = SparseRun(self, setup)
         for stage in run.budgets if self.metric != "image" else ():
             if not setup.plans[stage].skip and all(plan.skip for plan in setup.plans[run.first - 1 : stage]):
-                raise SettingError(
-                    f"keep: stage {stage} chooses its cells by the stages from {run.first - 1} on, and all of these are skipped:"
-                    " skip others, or give a threshold tau instead."
-                )
+                raise SettingError(f"keep must be left out where all stages from {run.first - 1} to {stage - 1} are skipped: give tau.")
         return run
 
 

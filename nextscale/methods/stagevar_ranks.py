@@ -20,10 +20,6 @@ if TYPE_CHECKING:
     from ..models.base import NextScaleModel
 
 SUFFIX = ".ranks.json"
-ADVICE = (
-    "Set ranks to a ratio such as 0.05, or to one per group; or measure a table of this model with `nextscale calibrate stagevar`, which is"
-    " found beside its weights, or given as ranks=FILE."
-)
 
 
 @dataclass(frozen=True, order=True)
@@ -106,27 +102,21 @@ def published_tables() -> dict[str, RankTable]:
     return {table.family: table for table in from_plain(tuple[RankTable, ...], found, "tables")}
 
 
-def published_table(model: NextScaleModel) -> RankTable | None:
-    """Returns the published table, if it was measured of this model."""
-    table = published_tables().get(model.family)
-    return table if table is not None and table.belongs_to(model) else None
-
-
 def table_for(model: NextScaleModel, groups: int, as_released: bool) -> RankTable:
     """Returns the table of this model; raises SettingError if there is none with as many groups.
 
     The reference implementations have one table for every model of a family, and Infinity's takes the first ratios for fewer groups.
     """
-    released = published_tables().get(model.family) if as_released else None
-    if released is not None and (groups == released.groups or (model.family == "infinity" and groups < released.groups)):
-        return released
-    known = model.rank_table or published_table(model)
+    published = published_tables().get(model.family)
+    if as_released and published and (groups == published.groups or (model.family == "infinity" and groups < published.groups)):
+        return published
+    known = model.rank_table or (published if published and published.belongs_to(model) else None)
     if known is None:
         family, depth, dim = identity(model)
-        sides = getattr(model.config, "sides", None)
-        trained = f" trained for {sides[-1]}x{sides[-1]} cells" if family == "star" and sides else ""
-        owners = ", ".join(f"{table!r}" for table in published_tables().values())
-        raise SettingError(f"StageVAR has no ranks for {family} with {depth} blocks of {dim} channels{trained}, only {owners}. {ADVICE}")
+        raise SettingError(
+            f"StageVAR has no ranks for {family} with {depth} blocks of {dim} channels, trained for this size."
+            " Set ranks to a ratio such as 0.05, or measure a table with `nextscale calibrate stagevar`."
+        )
     return require_groups(known, groups)
 
 

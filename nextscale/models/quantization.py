@@ -177,7 +177,6 @@ class Product(NamedTuple):
     name: str  # of the linear layer in the block
     fp8: type[QuantizedLinear]
     input_size: Callable[[Any], float]  # expected root mean square of its input, from the block
-    why: str
 
 
 # --- sizes of inputs, expected of the weights
@@ -216,16 +215,16 @@ def hidden_size(block: Any) -> float:
 
 
 PRODUCTS = (
-    Product("attention.qkv", Fp8Linear, lambda block: norm_size(block.norm), "the kernel that norms its input writes e4m3"),
-    Product("attention.proj", Fp8Linear, attended_size, "so does the attention kernel for few queries; for many, a pass that pays"),
-    Product("text_attention.q", Fp8Linear, lambda block: norm_size(block.text_norm), "as attention.qkv"),
-    Product("text_attention.proj", Fp8Linear, attended_text_size, "as attention.proj"),
-    Product("feed_forward.fc1", Fp8Linear, lambda block: norm_size(block.norm), "as attention.qkv; half of a block's weights with fc2"),
-    Product("feed_forward.fc2", Fp8Linear, hidden_size, "gelu writes e4m3; its outliers are within the range of floats, and are kept"),
-    Product("feed_forward.gate_up", Fp8Linear, lambda block: norm_size(block.norm), "as feed_forward.fc1"),
-    Product("feed_forward.down", Fp8Linear, hidden_size, "as feed_forward.fc2"),
-    Product("text_attention.kv", Int8Linear, lambda _: 1.0, "runs once per request: weights are what counts, and text has outliers"),
-    Product("modulation", Int8Linear, lambda _: 1.0, "runs once per request, and multiplies everything"),
+    Product("attention.qkv", Fp8Linear, lambda block: norm_size(block.norm)),  # the kernel that norms its input writes e4m3
+    Product("attention.proj", Fp8Linear, attended_size),  # so does the attention kernel for few queries; for many, a pass that pays
+    Product("text_attention.q", Fp8Linear, lambda block: norm_size(block.text_norm)),  # as attention.qkv
+    Product("text_attention.proj", Fp8Linear, attended_text_size),  # as attention.proj
+    Product("feed_forward.fc1", Fp8Linear, lambda block: norm_size(block.norm)),  # as attention.qkv; half of a block's weights with fc2
+    Product("feed_forward.fc2", Fp8Linear, hidden_size),  # gelu writes e4m3; its outliers are within the range of floats, and are kept
+    Product("feed_forward.gate_up", Fp8Linear, lambda block: norm_size(block.norm)),  # as feed_forward.fc1
+    Product("feed_forward.down", Fp8Linear, hidden_size),  # as feed_forward.fc2
+    Product("text_attention.kv", Int8Linear, lambda _: 1.0),  # runs once per request: weights are what counts, and text has outliers
+    Product("modulation", Int8Linear, lambda _: 1.0),  # runs once per request, and multiplies everything
 )
 """All others stay as they are. Embeddings and the head are a hundredth of the weights, and the head's errors are those of the logits;
 convolutions of the tokenizer are no products of tokens."""

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from .. import kernels
 from ..kernels.shapes import MAX_NORM_CONV
 from .layers import (
+    GroupNorm,
+    NormAct,
     add_bias_,
     add_residual_,
     convolve_upsampled,
     fusable,
-    group_norm,
     merged_upsampling,
-    norm_act,
     shifted_bias,
     to_channels_last,
     upsample_nearest,
@@ -64,8 +64,8 @@ def module_to_channels_last(module: M) -> M:
 class ResidualBlock(nn.Module):
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()
-        self.norm1, self.conv1 = norm_act(inner), nn.Conv2d(inner, outer, 3, padding=1)
-        self.norm2, self.conv2 = norm_act(outer), nn.Conv2d(outer, outer, 3, padding=1)
+        self.norm1, self.conv1 = NormAct(inner), nn.Conv2d(inner, outer, 3, padding=1)
+        self.norm2, self.conv2 = NormAct(outer), nn.Conv2d(outer, outer, 3, padding=1)
         self.shortcut = nn.Conv2d(inner, outer, 1) if inner != outer else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class PixelAttention(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.norm = group_norm(channels)
+        self.norm = GroupNorm(channels)
         self.qkv = nn.Conv2d(channels, 3 * channels, 1)
         self.proj = nn.Conv2d(channels, channels, 1)
 
@@ -146,15 +146,11 @@ class Level(nn.Module):
         self.resize = resize or nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.resize(self.features(x))
+        return self.resize(self.features_and_sums(x)[0])
 
     @property
     def stack(self) -> tuple[ResidualBlock, ...]:
         return tuple(self.blocks)  # type: ignore[arg-type]
-
-    def features(self, x: Tensor) -> Tensor:
-        """What comes out of the blocks, before the step to the next resolution."""
-        return self.features_and_sums(x)[0]
 
     def features_and_sums(self, x: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Sums | None]:
         """`shift` [C]: what x still lacks, for kernels to add. The sums are known where a kernel has just added the residual."""
@@ -187,7 +183,7 @@ class Encoder(nn.Module):
             for i, outer in enumerate(channels)
         )
         self.middle = middle(channels[-1], config.attention)
-        self.norm_out = norm_act(channels[-1])
+        self.norm_out = NormAct(channels[-1])
         self.conv_out = nn.Conv2d(channels[-1], config.latent_channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -210,7 +206,7 @@ class Decoder(nn.Module):
             Level(entering[i], outer, blocks, config.attention and i == 0, Upsample(outer) if i < coarsest else None)
             for i, outer in enumerate(channels)
         )
-        self.norm_out = norm_act(channels[-1])
+        self.norm_out = NormAct(channels[-1])
         self.conv_out = nn.Conv2d(channels[-1], 3, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ from .. import kernels
 if TYPE_CHECKING:
     from ..kernels.group_norm import Sums
 
-EPS = 1e-6
-
 
 class GroupNorm(nn.GroupNorm):
+    def __init__(self, channels: int) -> None:
+        super().__init__(32 if channels % 32 == 0 else 24, channels, eps=1e-6)
+
     def forward(self, x: Tensor) -> Tensor:
         """Takes a single 1x1 image with one channel per group too, which the parent refuses because it is meant for training."""
         return torch.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
@@ -77,18 +78,6 @@ def shifted_bias(conv: nn.Conv2d, shift: Tensor | None) -> Tensor | None:
 def upsample_nearest(x: Tensor) -> Tensor:
     """Repeats every pixel as two by two."""
     return kernels.upsample_nearest(x) if fusable(x) else F.interpolate(x, scale_factor=2, mode="nearest")
-
-
-def group_count(channels: int) -> int:
-    return 32 if channels % 32 == 0 else 24
-
-
-def group_norm(channels: int) -> GroupNorm:
-    return GroupNorm(group_count(channels), channels, eps=EPS)
-
-
-def norm_act(channels: int) -> NormAct:
-    return NormAct(group_count(channels), channels, eps=EPS)
 
 
 def to_channels_last(x: Tensor) -> Tensor:

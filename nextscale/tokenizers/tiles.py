@@ -154,8 +154,7 @@ def decode_tiled(decoder: Decoder, z: Tensor, strips: Strips) -> Tensor:
     resize: Upsample | None = None
     for number, level in enumerate(decoder.stack):
         if runs_whole(decoder, number, x.shape[2] * (1 if resize is None else 2), strips):
-            x = x if resize is None else resize(x)
-            x = level.features(x)
+            x, _ = level.features_and_sums(x if resize is None else resize(x))
         else:
             x = level_in_strips(level, x, resize, strips.rows)
         resize = level.resize if isinstance(level.resize, Upsample) else None

@@ -17,21 +17,16 @@ from tests.helpers.kernel_cases import DTYPES, Maker, compare, compare_rotation,
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 if torch.cuda.is_available():
     pytest.importorskip("triton")
-    from benchmarks.kernel_references import (
-        add_bias_residual_reference,
-        attend_lengths_reference,
-        distance_from_mean_reference,
-        group_norm_silu_conv_reference,
-        group_norm_silu_reference,
-        mean_over_tokens_reference,
-        norm_modulate_reference,
-        residual_norm_modulate_reference,
-        restore_tokens_reference,
-        rotate_into_cache_reference,
-        upsample_nearest_reference,
-    )
-    from nextscale.kernels.group_norm import mean_and_scale
+    from nextscale.kernels.attention import attend_lengths_reference
+    from nextscale.kernels.bias_residual import add_bias_residual_reference
+    from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference
+    from nextscale.kernels.group_norm import group_norm_silu_reference, mean_and_scale
+    from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference
+    from nextscale.kernels.norm_conv import group_norm_silu_conv_reference
+    from nextscale.kernels.restore import restore_tokens_reference
+    from nextscale.kernels.rotate import rotate_into_cache_reference
     from nextscale.kernels.topk import topk_indices_sorted_reference
+    from nextscale.kernels.upsample import upsample_nearest_reference
 
 
 @pytest.fixture(autouse=True)

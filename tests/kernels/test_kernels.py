@@ -46,20 +46,14 @@ from tests.methods.test_method import KeepShare
 
 triton_interpreter()  # before the kernels are imported
 
-from benchmarks.kernel_references import (  # noqa: E402
-    attend_lengths_reference,
-    distance_from_mean_reference,
-    mean_over_tokens_reference,
-    norm_modulate_reference,
-    residual_norm_modulate_reference,
-    restore_tokens_reference,
-    rotate_into_cache_reference,
-    sample_bits_reference,
-)
 from nextscale.kernels import distance  # noqa: E402
-from nextscale.kernels.attention import Tile  # noqa: E402
+from nextscale.kernels.attention import Tile, attend_lengths_reference  # noqa: E402
+from nextscale.kernels.bits import sample_bits_reference  # noqa: E402
+from nextscale.kernels.distance import distance_from_mean_reference, mean_over_tokens_reference  # noqa: E402
+from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference  # noqa: E402
 from nextscale.kernels.reference import Int8Tokens, dequantize_tokens_reference, quantize_tokens_reference  # noqa: E402
-from nextscale.kernels.restore import widest_window  # noqa: E402
+from nextscale.kernels.restore import restore_tokens_reference, widest_window  # noqa: E402
+from nextscale.kernels.rotate import rotate_into_cache_reference  # noqa: E402
 from nextscale.kernels.topk import topk_indices_sorted_reference  # noqa: E402
 
 

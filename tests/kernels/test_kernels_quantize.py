@@ -9,16 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.kernel_references import (
-    attend_lengths_reference,
-    gelu_to_e4m3_reference,
-    int8_linear_reference,
-    norm_modulate_reference,
-    residual_norm_modulate_reference,
-    restore_int8_reference,
-    round_to_e4m3_reference,
-    silu_to_e4m3_reference,
-)
 from nextscale import FastVAR, Schedule, kernels
 from nextscale.kernels.reference import E4M3, E4M3_MAX, to_e4m3
 from nextscale.loading.load import quantize_model
@@ -29,7 +19,10 @@ from tests.helpers.kernel_cases import DEVICE, Maker, interpreted_as_on_a_gpu, p
 
 triton_interpreter()  # before the kernels are imported
 
-from nextscale.kernels.int8 import Tile  # noqa: E402
+from nextscale.kernels.attention import attend_lengths_reference  # noqa: E402
+from nextscale.kernels.int8 import Tile, int8_linear_reference, restore_int8_reference  # noqa: E402
+from nextscale.kernels.norm import norm_modulate_reference, residual_norm_modulate_reference  # noqa: E402
+from nextscale.kernels.quantize import gelu_to_e4m3_reference, round_to_e4m3_reference, silu_to_e4m3_reference  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -244,7 +244,7 @@ def test_beside_skipped_stages(peer: str) -> None:
 
 @pytest.mark.parametrize("methods", [(ScaleKV(), ZipVL()), (SparVAR(), LiteVAR())])
 def test_two_caches_of_their_own_are_refused(methods: tuple[Method, Method]) -> None:
-    with pytest.raises(SettingError, match="keeps keys and values its own way"):
+    with pytest.raises(SettingError, match="changes cache"):
         generated("var", [1], seed=0, method=methods)
 
 

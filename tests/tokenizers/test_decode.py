@@ -18,19 +18,13 @@ from torch.nn.functional import conv2d, conv_transpose2d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.kernel_references import (
-    add_bias_residual_reference,
-    group_norm_silu_conv_reference,
-    group_norm_silu_reference,
-    upsample_nearest_reference,
-)
 from nextscale import kernels
 from nextscale.errors import OutOfMemory
 from nextscale.loading.load import fill_random
 from nextscale.loading.presets import MODELS, build_tokenizer
 from nextscale.tokenizers import tiles
 from nextscale.tokenizers.autoencoder import AutoencoderConfig, Decoder, ResidualBlock, Upsample, module_to_channels_last
-from nextscale.tokenizers.layers import NormAct, convolve_upsampled, merged_upsampling, norm_act, to_channels_last
+from nextscale.tokenizers.layers import NormAct, convolve_upsampled, merged_upsampling, to_channels_last
 from nextscale.tokenizers.tiles import Statistics, Strips, choose_strips, decode, decode_bytes, decode_tiled, images_at_a_time, merged_bytes
 from tests.helpers.kernel_cases import DEVICE, DTYPES, compare, interpreted_as_on_a_gpu, poisoned, triton_interpreter
 
@@ -70,7 +64,7 @@ def interpreted() -> Iterator[None]:
 
 
 def given_norm(channels: int, dtype: torch.dtype) -> NormAct:
-    norm = norm_act(channels)
+    norm = NormAct(channels)
     fill_random(norm, torch.Generator().manual_seed(3), dtype, ())
     return norm.to(DEVICE)
 
@@ -95,8 +89,8 @@ def test_the_kernel_is_group_norm_and_silu(shape: tuple[int, ...], dtype: torch.
     shift = 3 * biases(shape[1], dtype, 1)[0] if shifted else None
     weights = (norm.weight, norm.bias, norm.eps, shift)
     exact_weights = (norm.weight.double(), norm.bias.double(), norm.eps, shift.double() if shift is not None else None)
-    exact = group_norm_silu_reference(x.double(), norm.num_groups, *exact_weights)
-    theirs = (group_norm_silu_reference(x, norm.num_groups, *weights).double() - exact).abs().max()
+    exact = kernel.group_norm_silu_reference(x.double(), norm.num_groups, *exact_weights)
+    theirs = (kernel.group_norm_silu_reference(x, norm.num_groups, *weights).double() - exact).abs().max()
     with poisoned():
         ours = kernel.group_norm_silu(x, norm.num_groups, *weights)
     assert ours.dtype == dtype
@@ -110,13 +104,13 @@ def test_many_shares_of_the_pixels_make_one_mean(interpreted: None, monkeypatch:
         monkeypatch.setattr(kernel, name, number)
     x, norm = channels_last(1, 32, 3, 13, dtype=torch.float32), given_norm(32, torch.float32)
     ours = kernel.group_norm_silu(x, 32, norm.weight, norm.bias, norm.eps)
-    torch.testing.assert_close(ours, group_norm_silu_reference(x, 32, norm.weight, norm.bias, norm.eps), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, kernel.group_norm_silu_reference(x, 32, norm.weight, norm.bias, norm.eps), rtol=1e-5, atol=1e-5)
 
 
 def test_large_values_that_hardly_differ(interpreted: None) -> None:
     """A mean of a thousand deviations: squares of the values themselves would leave nothing of the variance in float32."""
     x, norm = channels_last(1, 64, 9, 9, dtype=torch.float32, mean=1000.0), given_norm(64, torch.float32)
-    exact = group_norm_silu_reference(x.double(), 32, norm.weight.double(), norm.bias.double(), norm.eps)
+    exact = kernel.group_norm_silu_reference(x.double(), 32, norm.weight.double(), norm.bias.double(), norm.eps)
     ours = kernel.group_norm_silu(x, 32, norm.weight, norm.bias, norm.eps)
     assert (ours.double() - exact).abs().max() < 3e-4  # a mean of 1000 is rounded to 6e-5
 
@@ -137,7 +131,7 @@ def test_norm_and_last_convolution_in_one_pass(shape: tuple[int, ...], dtype: to
     weight = (torch.randn(3, shape[1], 3, 3, generator=torch.Generator().manual_seed(6)) / shape[1] ** 0.5).to(DEVICE, dtype)
     weight = weight.contiguous(memory_format=torch.channels_last) if shape[0] > 1 else weight
     given = (x, norm.num_groups, norm.weight, norm.bias, norm.eps, weight, biases(3, dtype, 1)[0])
-    compare(norm_conv.group_norm_silu_conv, group_norm_silu_conv_reference, *given)
+    compare(norm_conv.group_norm_silu_conv, norm_conv.group_norm_silu_conv_reference, *given)
 
 
 def test_norm_and_last_convolution_of_many_tiles(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +167,7 @@ def test_bias_and_residual_in_one_pass(shape: tuple[int, ...], dtype: torch.dtyp
         return target
 
     for others in ((bias,), (bias, residual), (bias, residual, residual_bias)):
-        compare(added, add_bias_residual_reference, x, *others)
+        compare(added, bias_residual.add_bias_residual_reference, x, *others)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [*zip(SHAPES[1:], cycle(DTYPES), strict=False)], ids=str)  # one number has no variance
@@ -200,7 +194,7 @@ def test_sums_of_many_shares(interpreted: None, monkeypatch: pytest.MonkeyPatch)
     assert sums.parts.shape == (2, 5, 2, 32)
     given = (norm.num_groups, norm.weight, norm.bias, norm.eps)
     ours = kernel.group_norm_silu(x, *given, None, sums)
-    torch.testing.assert_close(ours, group_norm_silu_reference(expected, *given), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, kernel.group_norm_silu_reference(expected, *given), rtol=1e-5, atol=1e-5)
 
 
 def test_bias_and_residual_of_many_tiles(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,13 +226,13 @@ def test_upsampling_copies_every_pixel(shape: tuple[int, ...], dtype: torch.dtyp
     with poisoned():
         found = upsample.upsample_nearest(x)
     assert found.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(found, upsample_nearest_reference(x))
+    assert torch.equal(found, upsample.upsample_nearest_reference(x))
 
 
 def test_upsampling_of_rows_of_many_tiles(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upsample, "TILE", 32 * 4)
     x = channels_last(2, 96, 3, 13, dtype=torch.float32)
-    assert torch.equal(upsample.upsample_nearest(x), upsample_nearest_reference(x))
+    assert torch.equal(upsample.upsample_nearest(x), upsample.upsample_nearest_reference(x))
 
 
 @pytest.mark.parametrize(("height", "width"), [(1, 1), (3, 5)])
@@ -269,7 +263,7 @@ def test_a_merged_upsampling_follows_its_weights() -> None:
     assert isinstance(resize, Upsample)
     for number in range(3):
         with torch.no_grad():
-            x = decoder.stack[0].features(decoder.middle(decoder.conv_in(z)))
+            x = decoder.stack[0].features_and_sums(decoder.middle(decoder.conv_in(z)))[0]
             torch.testing.assert_close(resize.without_bias(x) + resize.conv.bias[:, None, None], resize(x), rtol=0, atol=1e-5)
             first = resize.merged_weight()
             assert resize.merged_weight() is first
@@ -400,7 +394,7 @@ def test_strips_in_half_precision_round_as_decoding_at_once_does() -> None:
 @settings(deadline=None)
 @given(heights=st.lists(st.integers(1, 6), min_size=1, max_size=4), mean=st.sampled_from([0.0, 300.0]))
 def test_statistics_of_strips_are_those_of_the_whole(heights: list[int], mean: float) -> None:
-    norm = norm_act(48)
+    norm = NormAct(48)
     fill_random(norm, torch.Generator().manual_seed(0), torch.float32, ())
     x = mean + torch.randn(2, 48, sum(heights), 3, generator=torch.Generator().manual_seed(len(heights)))
     statistics = Statistics(norm)
@@ -527,7 +521,7 @@ def test_kernels_take_no_more_memory_than_is_predicted(model: str, strips: Strip
     monkeypatch.setitem(vars(kernels), "group_norm_silu_conv", lambda x, *others: x.new_empty(len(x), 3, *x.shape[2:], dtype=torch.float32))
     monkeypatch.setitem(vars(kernels), "add_bias_residual_", lambda x, *others: x)
     monkeypatch.setitem(vars(kernels), "add_bias_residual_sums_", lambda x, *others: None)
-    monkeypatch.setitem(vars(kernels), "upsample_nearest", upsample_nearest_reference)
+    monkeypatch.setitem(vars(kernels), "upsample_nearest", upsample.upsample_nearest_reference)
     for module in ("autoencoder", "layers", "tiles"):
         monkeypatch.setattr(f"nextscale.tokenizers.{module}.fusable", lambda x: True)
     # On the meta device a convolution does not keep the layout.
