@@ -154,7 +154,7 @@ def test_features_are_checked_again_when_they_have_changed(monkeypatch: pytest.M
     TextFeatures.of(unwatched)
     with torch.inference_mode():
         unwatched.rows[0].fill_(math.nan)
-    with pytest.raises(PromptError, match="contain NaN"):
+    with pytest.raises(PromptError, match="must be finite"):
         TextFeatures.of(unwatched)
 
 
