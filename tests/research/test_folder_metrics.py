@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,7 +23,7 @@ from nextscale.metrics import Lpips
 from nextscale.metrics.lpips import WEIGHTS
 from nextscale.metrics.pixels import psnr, ssim
 from nextscale_research.metrics import frechet
-from nextscale_research.metrics.cache import CACHE, features_of
+from nextscale_research.metrics.cache import CACHE, features_of, states
 from nextscale_research.metrics.dists import Dists
 from nextscale_research.metrics.files import DINOV2, INCEPTION, VARIABLE, metric_folder
 from nextscale_research.metrics.frechet import frechet_distance
@@ -290,6 +291,17 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch
     calls: list[int] = []
     features_of(folder, counting(calls), CPU)
     assert sum(calls) == 2
+
+
+def test_stored_features_that_are_not_those_of_the_files_are_computed_again(tmp_path: Path) -> None:
+    folder, calls = picture_folder(tmp_path / "images", 3), list[int]()
+    first = features_of(folder, counting(calls), CPU)
+    (part,) = (folder.path / CACHE).rglob("*.safetensors")
+    save_file({"features": first[:2].clone()}, part, metadata={"files": states(folder, folder.files)})  # one row too few
+    assert torch.equal(features_of(folder, counting(calls), CPU), first)
+    part.unlink()
+    os.mkfifo(part)  # which may come with a folder of images
+    assert torch.equal(features_of(folder, counting(calls), CPU), first) and sum(calls) == 9
 
 
 def test_features_are_kept_in_the_home_folder_where_the_images_are_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nextscale.errors import NextscaleError
 from nextscale.eval.folders import ImageFolder, by_shape
-from nextscale.io import home, replacing
+from nextscale.io import home, regular, replacing
 
 from .networks import Network
 
@@ -42,7 +42,7 @@ def features_of(
     for first in range(0, len(folder.files), PART):
         files = folder.files[first : first + PART]
         stored, state = [place / f"{first // PART:06d}.safetensors" for place in places], states(folder, files)
-        part = next((part for part in (read_part(file, state) for file in stored) if part is not None), None)
+        part = next((part for part in (read_part(file, state, len(files)) for file in stored) if part is not None), None)
         if part is None:
             part = torch.cat([one for images in folder.batches(files, batch) for one in [_computed(network, images, device)]])
             write_part(stored, part, state)
@@ -71,14 +71,14 @@ def states(folder: ImageFolder, files: Sequence[Path]) -> str:
     return json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
 
 
-def read_part(file: Path, state: str) -> Tensor | None:
-    """The stored features; None where there are none, or those of other images, or a damaged file."""
+def read_part(file: Path, state: str, images: int) -> Tensor | None:
+    """Returns the stored features, a row per image; None if the file is absent, damaged or of other images."""
     try:
-        with safe_open(file, framework="pt") as stored:
+        with safe_open(regular(file), framework="pt") as stored:
             if (stored.metadata() or {}).get("files") != state:
                 return None
             found: Tensor = stored.get_tensor("features")
-            return found
+            return found if found.dim() == 2 and len(found) == images else None
     except (OSError, SafetensorError):
         return None
 

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from nextscale.errors import CheckpointError, SettingError
-from nextscale.io import replacing
+from nextscale.io import regular, replacing
 
 from ..metrics.efficientnet import FEATURES, EfficientNetLite0
 from .prompts import EvalPrompt
@@ -152,7 +152,7 @@ class Agreement:
     @staticmethod
     def load(file: str | Path, device: torch.device | str = "cpu") -> Agreement:
         try:
-            with safe_open(file, framework="pt") as stored:
+            with safe_open(regular(file), framework="pt") as stored:
                 metadata = stored.metadata() or {}
                 classes, real = json.loads(metadata["classes"]), json.loads(metadata["real"])
                 probes = {
