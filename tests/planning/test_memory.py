@@ -251,7 +251,7 @@ def test_what_runs_less_takes_what_was_reserved(family: str) -> None:
 def test_growing_to_everything_takes_what_dense_generation_takes() -> None:
     method = DATA_DEPENDENT["sparsevar, everything"]
     spec = reserved("var", method)
-    assert spec.bytes < dense_spec("var").bytes
+    assert spec.bytes == dense_spec("var").bytes
     assert generated("var", method, spec).nbytes[3] == dense_spec("var").bytes
 
 
@@ -457,7 +457,7 @@ def test_what_is_remembered_is_what_spans_store(family: str, method: Method, mon
 
 @pytest.mark.parametrize("family", tiny.KINDS)
 def test_images_that_are_routed_apart_take_no_memory_twice(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values of a layer at a time are there for the whole batch and for its groups."""
+    """Groups run one after another, each in a call of its own: none takes more than the whole batch would."""
     pipe = tiny.shared_pipeline(family)
     method = three_routes(pipe, family, None, tmp_path)
     alive: list[weakref.ref[Tensor]] = []
@@ -474,4 +474,4 @@ def test_images_that_are_routed_apart_take_no_memory_twice(family: str, tmp_path
     output = pipe(tiny.prompts(family, 3), seed=[1, 2, 3], method=method)
     assert [stage.rows for stage in output.report.stages[-3:]] == [6, 3, 2]
     spec = reserved_cache(pipe.model, tiny.schedule_of(family), method.forecast(pipe.model, tiny.schedule_of(family)), 3, 6)
-    assert spec.kept_bytes < max(held) <= max(spec.bytes, spec.kept_bytes + spec.kept_bytes // spec.layers)
+    assert 0 < max(held) <= spec.kept_bytes
