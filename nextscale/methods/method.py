@@ -116,7 +116,7 @@ class StagePlan:
 
     def __post_init__(self) -> None:
         if not is_fraction(self.guidance_decay):
-            raise ValueError(f"guidance_share is a number from 0 to 1; got {self.guidance_decay!r}")
+            raise ValueError(f"guidance_decay must be a number from 0 to 1; got {self.guidance_decay!r}")
         for span in self.spans:
             if span.layers.step != 1 or len(span.layers) == 0:
                 raise ValueError(f"a span runs one or more consecutive blocks; {span.key} asks for {span.layers}")
