@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused() -> None:
         Combined((StageVAR(alphas=()), DropGuidance(2))).forecast(model, schedule)
     with pytest.raises(SettingError, match=r"two methods set guidance_decay, to 0.5 and to 0.66"):
         Combined((DropGuidance(2, fade=1), DropGuidance(3, fade=2))).forecast(model, schedule)
-    with pytest.raises(ValueError, match="guidance_share is a number from 0 to 1; got 1.5"):
+    with pytest.raises(ValueError, match="guidance_decay must be a number from 0 to 1; got 1.5"):
         StagePlan(guidance_decay=1.5)
 
 
