@@ -335,10 +335,10 @@ def test_prompts_that_are_no_text_are_refused(family: str, prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((0, tiny.TEXT_CHANNELS), r"shape \[0, 256\]"),
+        ((0, tiny.TEXT_CHANNELS), r"\[0, 256\]"),
         ((4, 7), "got 7"),
         ((tiny.LONGEST_TEXT + 1, tiny.TEXT_CHANNELS), "25 tokens; this model takes at most 24"),
-        ((4,), r"shape \[4\]"),
+        ((4,), r"\[4\]"),
     ],
 )
 def test_features_that_do_not_fit_are_refused(shape: tuple[int, ...], message: str) -> None:
@@ -794,7 +794,7 @@ def test_an_unknown_model_suggests_a_known_one(name: str, meant: str) -> None:
 
 
 def test_a_name_like_none_gets_the_list() -> None:
-    with pytest.raises(UnknownModel, match=r"unknown model 'zzzzzzzzz'\. Known models: ") as caught:
+    with pytest.raises(UnknownModel, match=r"unknown model 'zzzzzzzzz'; Known models: ") as caught:
         model_spec("zzzzzzzzz")
     assert all(known in str(caught.value) for known in MODELS)
     assert "did you mean" not in str(caught.value)

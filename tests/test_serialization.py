@@ -100,16 +100,16 @@ def test_texts_that_are_refused(text: str | bytes) -> None:
 def test_files_that_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zeros").symlink_to("/dev/zero")
-    (tmp_path / "large").write_text(" " * 100)
+    (tmp_path / "large").write_text(" " * (2**20 + 1))
     for name, message in {
         ".": "regular file",
         "pipe": "regular file",
         "zeros": "regular file",
         "absent": "No such",
-        "large": "at most 99",
+        "large": "at most 1048576",
     }.items():
         with pytest.raises(ValueError, match=message):
-            read_json(tmp_path / name, limit=99)
+            read_json(tmp_path / name)
 
 
 def test_unknown_values_are_not_written() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
@@ -163,16 +164,17 @@ def count(pipeline: Pipeline, prompts: Any, **settings: Any) -> Counted:
         sums.append((everything, sum(ops.get(torch.ops.aten.bmm, 0) for ops in named)))
         seen.append(preview.done)
 
-    generate = executor.generate
+    begin = executor.begin
 
-    def counted(model: NextScaleModel, cond: Any, canvas: Canvas, request: Any, *rest: Any) -> None:
+    def counted(model: NextScaleModel, cond: Any, canvas: Canvas, request: Any, *rest: Any) -> Any:
         text = 0 if cond.text is None else cond.text.keys_values[0][0].shape[1]
         inside.update(request=request, text=text)
-        with sdpa_kernel(SDPBackend.MATH), counter:
-            return generate(model, cond, canvas, request, *rest)
+        counting.enter_context(sdpa_kernel(SDPBackend.MATH))
+        counting.enter_context(counter)  # until decoding has ended; `watch` reads it before
+        return begin(model, cond, canvas, request, *rest)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "generate", counted)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as counting:
+        patch.setattr(executor, "begin", counted)
         output = pipeline(prompts, seed=11, on_stage=watch, **{"smooth": False} | settings)
     request, model = inside["request"], pipeline.model
     workload = Workload(
