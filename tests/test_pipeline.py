@@ -794,7 +794,7 @@ def test_an_unknown_model_suggests_a_known_one(name: str, meant: str) -> None:
 
 
 def test_a_name_like_none_gets_the_list() -> None:
-    with pytest.raises(UnknownModel, match=r"unknown model 'zzzzzzzzz'; Known models: ") as caught:
+    with pytest.raises(UnknownModel, match=r"unknown model 'zzzzzzzzz'\. Known models: ") as caught:
         model_spec("zzzzzzzzz")
     assert all(known in str(caught.value) for known in MODELS)
     assert "did you mean" not in str(caught.value)

@@ -294,5 +294,5 @@ def model_spec(name: str | ModelSpec) -> ModelSpec:
     if isinstance(name, str) and name in MODELS:
         return MODELS[name]
     close = difflib.get_close_matches(str(name), MODELS, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(close)}? " if close else ""
-    raise UnknownModel(f"unknown model {name!r}; {hint}Known models: {', '.join(MODELS)}.")
+    hint = f"; did you mean {' or '.join(close)}?" if close else "."
+    raise UnknownModel(f"unknown model {name!r}{hint} Known models: {', '.join(MODELS)}.")
