@@ -152,7 +152,7 @@ class Agreement:
     @staticmethod
     def load(file: str | Path, device: torch.device | str = "cpu") -> Agreement:
         try:
-            with safe_open(regular(file), framework="pt") as stored:
+            with safe_open(regular(Path(file)), framework="pt") as stored:
                 metadata = stored.metadata() or {}
                 classes, real = json.loads(metadata["classes"]), json.loads(metadata["real"])
                 probes = {
