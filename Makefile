@@ -4,7 +4,7 @@ INSTALLED := .venv/.installed
 INSTALLED_DEV := .venv/.installed-dev
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: test test-fast lint house demo clean fresh
+.PHONY: test test-fast lint docs house demo clean fresh
 
 test: lint
 	$(BIN)/pytest --numprocesses auto --dist worksteal
@@ -20,6 +20,10 @@ house: $(INSTALLED_DEV)
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# the documentation in build/site; index.html there opens without a server
+docs: $(INSTALLED_DEV)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 demo: $(INSTALLED)
 	$(BIN)/nextscale compare

@@ -33,7 +33,7 @@ def sheet(captions: list[str], images: list[Image.Image]) -> Image.Image:
     return picture
 
 
-def main(shard: str, target: str = "docs/nano.webp", *files: str) -> None:
+def main(shard: str, target: str = "docs/pictures/nano.webp", *files: str) -> None:
     """`files`: weights, tokenizer and words in place of those in the package."""
     pipe = nextscale.load("nano", **dict(zip(("weights", "tokenizer", "text_encoder")[: len(files)], files, strict=True)))
     records = evenly_spread(read_shard(Path(shard))[0], COLUMNS * ROWS)

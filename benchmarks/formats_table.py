@@ -1,4 +1,4 @@
-"""What weights of eight bits cost and save, as tables of docs/quantisation.md."""
+"""What weights of eight bits cost and save, as tables of research/notes/eight-bit-weights.md."""
 
 from __future__ import annotations
 

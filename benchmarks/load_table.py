@@ -1,4 +1,4 @@
-"""The tables of docs/serving.md: what a server does under load, from the rows that `benchmarks.load` has written."""
+"""The tables of docs/guides/serve.md: what a server does under load, from the rows that `benchmarks.load` has written."""
 
 from __future__ import annotations
 

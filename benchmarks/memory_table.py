@@ -1,4 +1,4 @@
-"""The table of docs/memory.md: what low-memory recipes are predicted to take, and what `benchmarks.memory` has measured of them."""
+"""The table of docs/guides/memory.md: what low-memory recipes are predicted to take, and what `benchmarks.memory` has measured of them."""
 
 from __future__ import annotations
 

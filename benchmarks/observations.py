@@ -1,4 +1,4 @@
-"""Fills docs/observations.md: `python -m benchmarks.observations [RUN]`, where RUN is a folder of `nextscale_research observe`.
+"""Fills research/notes/observations.md: `python -m benchmarks.observations [RUN]`, where RUN is a folder of `nextscale_research observe`.
 
 Figures and tables come from the numbers alone; without RUN those of the last one are drawn again.
 """
@@ -22,8 +22,8 @@ from . import cells
 from .cells import with_tables
 from .tables import PROJECT
 
-PAGE = PROJECT / "docs" / "observations.md"
-FOLDER = PROJECT / "docs" / "observations"
+PAGE = PROJECT / "research" / "notes" / "observations.md"
+FOLDER = PROJECT / "research" / "notes" / "observations"
 NUMBERS = FOLDER / "observations.json"
 NOT_YET = "Not measured yet."
 CAPTIONS = {

@@ -1,4 +1,4 @@
-"""The table of docs/sampling.md: what files cost, from the rows that `benchmarks.sample` has written."""
+"""The table of docs/guides/many-images.md: what files cost, from the rows that `benchmarks.sample` has written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pictures of docs/serving.md: the studio of a running server, in chromium.
+"""The pictures of docs/guides/serve.md: the studio of a running server, in chromium.
 
 nextscale serve --port 8000 &
 python -m benchmarks.studio_pictures http://127.0.0.1:8000

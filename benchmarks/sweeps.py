@@ -1,4 +1,4 @@
-"""The papers' sweeps as a table and a figure of docs/observations.md: `python -m benchmarks.sweeps [ROWS]`.
+"""The papers' sweeps as a table and a figure of research/notes/observations.md: `python -m benchmarks.sweeps [ROWS]`.
 
 ROWS is a file that `nextscale_research quality` wrote with these lists; its rows are added to the results. Without it those of the last one
 are drawn again.

@@ -1,6 +1,6 @@
 """Writes the tables and pictures of the pages: `python -m benchmarks.tables`.
 
-The tables of README.md and docs/ come from the results file; the table of planned MACs in docs/methods.md is computed.
+The tables of README.md and docs/ come from the results file; the table of planned MACs in docs/methods/index.md is computed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .speed_tables import pictured_row, speed_tables, stages_svg, summary_table
 PROJECT = Path(__file__).parent.parent
 README = PROJECT / "README.md"
 TUNED = PROJECT / "nextscale" / "assets" / "nano" / "nano-512-cuda-batch32.profile.json"
-SPEED_PAGE = PROJECT / "docs" / "benchmarks.md"
-QUALITY_PAGE = PROJECT / "docs" / "quality.md"
-METHODS_PAGE = PROJECT / "docs" / "methods.md"
-SERVING_PAGE = PROJECT / "docs" / "serving.md"
-SAMPLING_PAGE = PROJECT / "docs" / "sampling.md"
-MEMORY_PAGE = PROJECT / "docs" / "memory.md"
-FORMATS_PAGE = PROJECT / "docs" / "quantisation.md"
-PICTURE = PROJECT / "docs" / "stages.svg"
-FRONTIER = PROJECT / "docs" / "frontier.svg"  # of the last model by name, at the largest size that was judged
+SPEED_PAGE = PROJECT / "docs" / "results" / "benchmarks.md"
+QUALITY_PAGE = PROJECT / "docs" / "results" / "quality.md"
+METHODS_PAGE = PROJECT / "docs" / "methods" / "index.md"
+SERVING_PAGE = PROJECT / "docs" / "guides" / "serve.md"
+SAMPLING_PAGE = PROJECT / "docs" / "guides" / "many-images.md"
+MEMORY_PAGE = PROJECT / "docs" / "guides" / "memory.md"
+FORMATS_PAGE = PROJECT / "research" / "notes" / "eight-bit-weights.md"
+PICTURE = PROJECT / "docs" / "pictures" / "stages.svg"
+FRONTIER = PROJECT / "docs" / "pictures" / "frontier.svg"  # of the last model by name, at the largest size that was judged
 
 DECIDED_STAGES, DECIDED_BLOCKS = 13, 8  # of nano at 512 px
 ONLY_DECIDED = "rows uncond"  # a row that only this list has

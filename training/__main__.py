@@ -48,7 +48,7 @@ TrainedWords = Annotated[
 Data = Annotated[
     list[Path], typer.Option("--data", metavar="SHARD", help="A .tar shard of captions.jsonl and pictures to train on; can be repeated.")
 ]
-SETTING = "A setting, such as learning_rate=1e-3 or model.depth=12; can be repeated, see docs/training.md."
+SETTING = "A setting, such as learning_rate=1e-3 or model.depth=12; can be repeated, see training/README.md."
 
 
 @dataclass(frozen=True)

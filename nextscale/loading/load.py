@@ -76,7 +76,7 @@ def load(
         device: by default the GPU if there is one.
         dtype: by default bfloat16 on a GPU and float32 on the CPU; float16 works too.
         quantize: "fp8" runs the linear layers of the blocks in 8 bits on Ada, Hopper and newer GPUs; "int8" stores their weights in 8 bits
-            on every device. Both take about half the memory of bfloat16: see docs/quantisation.md.
+            on every device. Both take about half the memory of bfloat16: see docs/guides/memory.md.
         kv_dtype: "int8" stores keys and values of earlier stages in 8 bits; None in `dtype`.
         as_released: STAR: all images read the first prompt's text, as in the released program.
         download: fetch missing files from the hub after announcing their size; False never uses the network.

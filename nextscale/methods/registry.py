@@ -54,7 +54,7 @@ def method_class(name: str) -> type[Method]:
             raise SettingError(f"method {name!r} is a plug-in of this project's research/ folder. Install it: pip install ./research")
         close = difflib.get_close_matches(name, method_names(), n=1)
         hint = f"; did you mean {close[0]}?" if close else "."
-        known = f"Known methods: {', '.join(method_names())}. Packages can add more: see docs/adding-a-method.md."
+        known = f"Known methods: {', '.join(method_names())}. Packages can add more: see docs/extend/method.md."
         raise SettingError(f"unknown method {name!r}{hint} {known}")
     try:
         found = plugins()[name].load()

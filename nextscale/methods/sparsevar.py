@@ -70,7 +70,7 @@ class SparseVAR(Method):
     Where some blocks change their input little, the image is smooth. From a late stage on, tokens at such cells do not enter the network,
     except for anchors on a coarse grid. A token that was left out takes the logits of the anchor that it resembled most one stage earlier
     and is sampled from them on its own; if it resembled none, nothing is added at its cell. A cell that was left out stays out, and every
-    image of a batch keeps its own cells. docs/methods.md says what the paper leaves open and how it was decided.
+    image of a batch keeps its own cells. docs/methods/sparsevar.md says what the paper leaves open and how it was decided.
 
     tau: cells whose change is below tau times the largest of their image are left out: 0 leaves out none, 1 all but the largest. The
         paper gives results for 0.4 to 0.7.

@@ -1,4 +1,4 @@
-"""The example of docs/adding-a-backbone.md is code that works: it is taken from the page and run."""
+"""The example of docs/extend/backbone.md is code that works: it is taken from the page and run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nextscale.planning.memory import request_memory
 from nextscale_research.quality.prompts import from_pil
 from tests.helpers.tiny import assert_same_bits
 
-PAGE = Path(__file__).parents[2] / "docs" / "adding-a-backbone.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extend" / "backbone.md"
 CPU = torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""The example of docs/adding-a-method.md is code that works: it is taken from the page and run on every family."""
+"""The example of docs/extend/method.md is code that works: it is taken from the page and run on every family."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.helpers import tiny
 from tests.helpers.toy_methods import entered
 from tests.methods.test_method import keeping
 
-PAGE = Path(__file__).parents[2] / "docs" / "adding-a-method.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extend" / "method.md"
 
 
 @cache

@@ -24,7 +24,7 @@ PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
 CALL = re.compile(r"""(?<![\w./-])nextscale (?=[a-z])((?:[^`;&|#"']|"[^"]*"|'[^']*')*)""")  # up to a comment or the end of the command
 HISTORY = "CHANGELOG.md"  # shows commands as they were
 
-by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -117,7 +117,7 @@ def test_the_architecture_names_every_room() -> None:
         if path.suffix == ".py" or (path / "__init__.py").exists()
     }
     missing = sorted(name for name in names if not name.startswith("__") and f"`{name}" not in rooms)
-    assert not missing, f"docs/architecture.md, Rooms: add {', '.join(missing)}"
+    assert not missing, f"docs/extend/architecture.md, Rooms: add {', '.join(missing)}"
 
 
 def defined() -> dict[str, set[str]]:
@@ -133,9 +133,9 @@ def defined() -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["architecture", "adding-a-method", "adding-a-backbone"])
+@pytest.mark.parametrize("name", ["architecture", "method", "backbone"])
 def test_files_and_classes_of_the_extension_pages_are_there(name: str) -> None:
-    text = re.sub(r"```.*?```", "", (PROJECT / "docs" / f"{name}.md").read_text(), flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", (PROJECT / "docs" / "extend" / f"{name}.md").read_text(), flags=re.DOTALL)
     known = defined()
     for span in re.findall(r"`([^`\n]+)`", text):
         if re.fullmatch(r"[\w/]+(\.py|/)", span) and "NAME" not in span:

@@ -21,7 +21,10 @@ from nextscale_research.quality.frontier import frontier_svg
 PAGES = [
     README,
     PROJECT / "CHANGELOG.md",
-    *(PROJECT / "docs").glob("*.md"),
+    PROJECT / "training" / "README.md",
+    *(PROJECT / "docs").rglob("*.md"),
+    *(PROJECT / "research").glob("*.md"),
+    *(PROJECT / "research" / "notes").glob("*.md"),
     *(PROJECT / "nextscale" / "assets").glob("*/*.md"),
 ]
 LONGEST_README = 110
@@ -69,7 +72,7 @@ def between(line: list[tuple[float, float]], place: float) -> float:
 def test_every_model_and_method_is_listed() -> None:
     """Names share a prefix within a row: `infinity-2b` `-8b`."""
     listed = set()
-    others = (README.parent / "docs" / "methods.md").read_text().partition("## The other methods of the papers' tables")[2]
+    others = (README.parent / "docs" / "methods" / "index.md").read_text().partition("## The other methods of the papers' tables")[2]
     for row in re.findall(r"^\| (`[^`,]+`(?: `[^`]+`)*) \|", README.read_text() + others, re.MULTILINE):
         names = re.findall(r"`([^`]+)`", row)
         family = names[0].partition("-")[0]
@@ -77,7 +80,7 @@ def test_every_model_and_method_is_listed() -> None:
     assert listed == (set(MODELS) | set(method_names())) - {"dense"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"

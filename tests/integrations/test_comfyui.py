@@ -253,6 +253,6 @@ def test_workflows_are_drawn(file: Path) -> None:
     import runpy
 
     drawn = runpy.run_path(str(FOLDER / "draw.py"))["draw_workflow"](json.loads(file.read_text()))
-    with Image.open(PROJECT / "docs" / f"comfyui-{file.stem}.webp") as shown:
+    with Image.open(PROJECT / "docs" / "pictures" / f"comfyui-{file.stem}.webp") as shown:
         assert shown.size == drawn.size
     assert len(drawn.resize((64, 32)).getcolors(64 * 32) or ()) > 20

@@ -1,4 +1,4 @@
-"""`python -m training` from shards to a model that draws, by the commands that docs/training.md shows."""
+"""`python -m training` from shards to a model that draws, by the commands that training/README.md shows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from training.records import Record
 from training.settings import changed
 from training.tokenizer_settings import TokenizerTraining
 
-PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+PAGE = (Path(__file__).parents[2] / "training" / "README.md").read_text()
 COMMANDS = [shlex.split(line)[3:] for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()]
 TRIALS = [command for command in COMMANDS if "--steps" in command]
 CODE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
