@@ -1,4 +1,4 @@
-"""Fills the last part of research/notes/observations.md: `python -m benchmarks.details RUN` (a folder of `nextscale_research observe --details`)."""
+"""Fills the last part of research/notes/observations.md: `python -m benchmarks.details RUN`, a folder of `observe --details`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peaks of the low-memory recipes of docs/guides/memory.md, measured within the memory of the card that they are for, beside what is predicted.
+"""Measures the peaks of the recipes in docs/guides/memory.md, within the memory of the card that each is for.
 
     python -m benchmarks.memory [--recipe NAME ...] [--weights published] [--text-encoder PATH] [--engines eager graphs] [--out FILE]
 
@@ -9,7 +9,7 @@ published weights have lies beside the model meanwhile.
 
 All of these are what torch has reserved, with blocks that it keeps for later: in eager generation these grow with every stage, as far as
 the limit allows, and are given back before anything fails. "allocated_gb" is what was in use at once from the prompt's features to the
-image, which is what "predicted_gb", that of `nextscale plan`, speaks of. `python -m benchmarks.tables` writes the table of docs/guides/memory.md.
+image, which is what "predicted_gb", that of `nextscale plan`, speaks of. `python -m benchmarks.tables` writes the table.
 """
 
 from __future__ import annotations
