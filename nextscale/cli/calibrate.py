@@ -15,7 +15,7 @@ from .options import Force, ImageOptions, ModelOptions, PromptOptions, option, o
 from .parse import choose_schedule, parse_numbers, parse_prompt
 from .show import share_bar, show_next
 
-DEFAULTS = {"alphas": "0.9+0.95+0.96+0.97+0.98+0.99+0.999", "sizes": ""}
+DEFAULTS = {"alphas": "0.9+0.95+0.96+0.97+0.98+0.99+0.999", "sizes": "", "centered": "false"}
 
 
 def calibrate(
@@ -24,7 +24,12 @@ def calibrate(
     prompts: PromptOptions,
     model: ModelOptions,
     image: ImageOptions,
-    settings: Annotated[list[str] | None, option("--set", "KEY=VALUE", "alphas=0.9+0.95 (energy), sizes=256+512.")] = None,
+    settings: Annotated[
+        list[str] | None,
+        option(
+            "--set", "KEY=VALUE", "alphas=0.9+0.95 (energy), sizes=256+512, centered=true (alphas mean what they do in published tables)."
+        ),
+    ] = None,
     out: Annotated[Path | None, out_option("FILE", "The .json file to write.", "beside the weights")] = None,
     force: Force = False,
 ) -> None:
@@ -39,6 +44,9 @@ def calibrate(
     spec, chosen = model.spec, read_settings(settings or ())
     given = [parse_prompt(text, spec) for text in prompts.read() for _ in range(image.num_images)]
     alphas = fractions(chosen["alphas"])
+    if chosen["centered"] not in ("true", "false"):
+        raise SettingError(f"--set centered must be true or false; got {chosen['centered']!r}.")
+    centered = chosen["centered"] == "true"
     sizes = chosen["sizes"].split("+") if chosen["sizes"] else [image.size]
     schedules = [choose_schedule(spec.settings.schedules, size, image.aspect) for size in sizes]
     file = out or rank_file(find(model.weights, spec.weights, f"weights of {spec.name}"))
@@ -47,11 +55,18 @@ def calibrate(
     require_writable([file], force)
     with share_bar() as progress:
         task = progress.add_task("measuring", total=len(schedules) * len(given))
-        table = measure_table(model.load(), given, schedules, alphas, image.seed, lambda: progress.advance(task))
-    about = {"model": spec.name, "images": len(given), "seed": image.seed, "schedules": [str(schedule) for schedule in schedules]}
+        table = measure_table(model.load(), given, schedules, alphas, image.seed, lambda: progress.advance(task), centered)
+    about = {
+        "model": spec.name,
+        "centered": centered,
+        "images": len(given),
+        "seed": image.seed,
+        "schedules": [str(schedule) for schedule in schedules],
+    }
     write_rank_table(replace(table, about=about), file)
     for row in table.rows:
-        typer.echo(f"alpha {row.alpha:<5} {row.cells:>5} cells: {', '.join(f'{ratio:.3g}' for ratio in row.ratios)}")
+        measured = ", ".join(f"{ratio:.3g} ± {spread:.2g}" for ratio, spread in zip(row.ratios, row.deviations or (), strict=True))
+        typer.echo(f"alpha {row.alpha:<5} {row.cells:>5} cells: {measured}")
     typer.echo(f"wrote {file}")
     show_next(f"nextscale compare -m {spec.name} --method stagevar  # reads the table if it is beside the weights")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import mean
 from typing import Any
 
 import torch
@@ -13,19 +12,22 @@ from torch import Tensor
 from ..errors import SettingError
 from ..methods.combine import Combined
 from ..methods.stagevar import ALPHA, StageVAR
-from ..methods.stagevar_ranks import RankRow, RankTable, counted_tokens, energy_ranks, group_layers, identity
+from ..methods.stagevar_ranks import RankRow, RankTable, energy_ranks, group_layers, identity
 from ..pipeline import Pipeline
 from ..schedules import SizeLike
 from ..stage import Schedule, Stage
 from .probe import FeatureProbe
 
 
-def energies(x: Tensor) -> Tensor:
+def energies(x: Tensor, centered: bool = False) -> Tensor:
     """Returns squared singular values of x [B, N, C], largest first, [B, min(N, C)], in float64 on the CPU.
+
+    centered: without the mean of the tokens.
 
     They are eigenvalues of the products along the shorter side, which a GPU forms quickly; it is slow at decomposing many matrices.
     """
     x = x.double()
+    x = x - x.mean(dim=1, keepdim=True) if centered else x
     products = x @ x.mT if x.shape[1] < x.shape[2] else x.mT @ x
     return torch.linalg.eigvalsh(products.cpu()).flip(1).clamp(min=0)
 
@@ -37,11 +39,12 @@ class RankWatcher:
     layers: Sequence[int]
     alphas: Sequence[float]
     rows: int | None = None  # the first rows of the batch; None: all
+    centered: bool = False
     found: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)  # (stage, block): [alphas, rows] of every request
 
     def watch(self, stage: Stage, layer: int, before: Tensor, after: Tensor) -> None:
         if layer in self.layers and self.rows != 0:
-            spectrum = energies(before[: self.rows])
+            spectrum = energies(before[: self.rows], self.centered)
             ranks = torch.stack([energy_ranks(spectrum, alpha) for alpha in self.alphas]).double()
             self.found.setdefault((stage.index, layer), []).append(ranks)
 
@@ -54,17 +57,19 @@ def measure_ranks(
     seed: int = 0,
     on_image: Callable[[], None] = lambda: None,
     size: SizeLike = None,
-) -> dict[float, dict[int, tuple[float, ...]]]:
-    """Returns rank ratios {alpha: {stage: one ratio per group}}, mean over prompts, of all stages without guidance.
+    centered: bool = False,
+) -> dict[tuple[float, int], Tensor]:
+    """Returns rank ratios [groups, images] by alpha and stage, of all stages without guidance.
 
     Generates one image per prompt at full rank, the i-th with seed + i, guidance off where `method` (StageVAR()) says, and without its
-    skips. The paper took 553 prompts; the spread over prompts is a tenth of the mean.
+    skips. The paper took 553 prompts; the spread over prompts is a tenth of the mean. centered: of features without the mean of their
+    tokens, as the published tables; False is equation 4.
     """
     method = StageVAR() if method is None else method
     schedule = pipe.settings.schedules.choose(size, None)
     measured = range(first := method.first_unguided(pipe.model, schedule), len(schedule))
     layers = tuple(blocks.start for blocks in group_layers(pipe.model, method.groups))
-    watcher = RankWatcher(layers, alphas)
+    watcher = RankWatcher(layers, alphas, centered=centered)
     dense = replace(method, guidance_off=first, alphas=(), ranks=None, as_released=False)
     probed = Combined((dense, FeatureProbe((watcher.watch,), layers, frozenset(measured))))
     for image, prompt in enumerate(prompts):
@@ -72,12 +77,12 @@ def measure_ranks(
         on_image()
     if not watcher.found:
         raise SettingError("prompts and stages without guidance must not be empty to measure ranks.")
-
-    def ratios(alpha: int, stage: int) -> tuple[float, ...]:
-        most = min(schedule[stage].cells, counted_tokens(pipe.model) or schedule[stage].cells)
-        return tuple(float(torch.cat(watcher.found[stage, layer], dim=1)[alpha].mean()) / most for layer in layers)
-
-    return {alpha: {stage: ratios(number, stage) for stage in measured} for number, alpha in enumerate(alphas)}
+    found = {}
+    for stage in measured:
+        ranks = torch.stack([torch.cat(watcher.found[stage, layer], dim=1) for layer in layers], dim=1)  # [alphas, groups, images]
+        largest = min(schedule[stage].cells, pipe.model.block_config.dim)
+        found |= {(alpha, stage): ranks[number] / largest for number, alpha in enumerate(alphas)}
+    return found
 
 
 def measure_table(
@@ -87,12 +92,21 @@ def measure_table(
     alphas: Sequence[float],
     seed: int = 0,
     on_image: Callable[[], None] = lambda: None,
+    centered: bool = False,
 ) -> RankTable:
-    """Returns a table for all stages of these schedules without guidance; stages with equally many cells have the mean."""
-    found: dict[tuple[float, int], list[tuple[float, ...]]] = {}
+    """Returns a table for all stages of these schedules without guidance; stages with equally many cells share a row."""
+    found: dict[tuple[float, int], list[Tensor]] = {}
     for schedule in schedules:
-        for alpha, by_stage in measure_ranks(pipe, prompts, alphas, seed=seed, on_image=on_image, size=schedule).items():
-            for stage, ratios in by_stage.items():
-                found.setdefault((float(alpha), schedule[stage].cells), []).append(ratios)
-    means = {key: tuple(round(mean(group), 6) for group in zip(*several, strict=True)) for key, several in found.items()}
-    return RankTable(*identity(pipe.model), tuple(sorted(RankRow(*key, ratios) for key, ratios in means.items())))
+        ranks = measure_ranks(pipe, prompts, alphas, seed=seed, on_image=on_image, size=schedule, centered=centered)
+        for (alpha, stage), ratios in ranks.items():
+            found.setdefault((float(alpha), schedule[stage].cells), []).append(ratios)
+    rows = []
+    for (alpha, cells), parts in found.items():
+        ratios = torch.cat(parts, dim=1)
+        mean, deviation = (rounded(values) for values in (ratios.mean(dim=1), ratios.std(dim=1, correction=0)))
+        rows.append(RankRow(alpha, cells, mean, deviation))
+    return RankTable(*identity(pipe.model), tuple(sorted(rows)))
+
+
+def rounded(values: Tensor) -> tuple[float, ...]:
+    return tuple(round(value, 6) for value in values.tolist())

@@ -21,7 +21,7 @@ from ..sampling import Noise, cell_noise
 from ..stage import Schedule, Stage, Tokens, repeat_tail, to_double
 from ..validation import is_fraction, is_int, is_positive_fraction, require, require_choice, require_flags, require_stages, sorted_pairs
 from .method import Method, MethodRun, Plans, RunSetup, Span, StagePlan
-from .stagevar_ranks import RankTable, counted_tokens, group_layers, read_rank_table, require_groups, table_for
+from .stagevar_ranks import RankTable, group_layers, read_rank_table, require_groups, table_for
 from .token_ops import require_own_text
 
 Alphas = tuple[tuple[int, float], ...]
@@ -54,11 +54,12 @@ class StageVAR(Method):
         energy. None is as published (Infinity {10: 0.96, 11: 0, 12: 0}, STAR and HART {13: 0.96}), elsewhere the last stage at 0.96.
     ranks: the ranks of an alpha. None is the table of the model, the one beside its weights (`nextscale calibrate stagevar`) or published
         one (Infinity-2B, STAR-1024, HART), at the stage with the nearest number of cells. The name of a .json file is such a table too. A
-        number is the same ratio for all groups, a tuple has one per group, a mapping a tuple per stage. A ratio makes
-        int(ratio * tokens) + 1 rows, where backbones other than Infinity count at most as many tokens as the network has channels.
+        number is the same ratio for all groups, a tuple has one per group, a mapping a tuple per stage. A ratio is a share of the
+        largest possible rank (equation 4): it makes int(ratio * min(tokens, channels)) + 1 rows.
     groups: blocks per group. None is as published (Infinity an eighth of the depth, STAR and HART 1), elsewhere an eighth of the depth.
     as_released: what the reference implementation does, which exists for Infinity, STAR and HART: Infinity's projected rows take the first
-        positions of the stage, every model of a family has the published table, and Infinity with fewer groups its first ratios.
+        positions of the stage and its ratios multiply all tokens, every model of a family has the published table, and Infinity with
+        fewer groups its first ratios.
 
     Noise comes from the request's rng for methods. Every group of a low-rank stage takes first exponential noise [B, cells], whose smallest
     ratios to the squared norms of the tokens choose the representatives, in this order; then normal noise [B, cells, rank], which is Q
@@ -122,9 +123,9 @@ class StageVAR(Method):
 
     def low_rank_groups(self, model: NextScaleModel, stage: Stage, alpha: float, layers: Sequence[range], store: bool) -> Sequence[Span]:
         """Returns the spans of a low-rank stage, one per group of blocks."""
-        first_positions, ratios = self.as_released and model.family == "infinity", self.ratios(model, stage, alpha, len(layers))
+        released, ratios = self.as_released and model.family == "infinity", self.ratios(model, stage, alpha, len(layers))
         return [
-            LowRankGroup(blocks, group, ratio, counted_tokens(model), store, first_positions)
+            LowRankGroup(blocks, group, ratio, None if released else model.block_config.dim, store, first_positions=released)
             for group, (blocks, ratio) in enumerate(zip(layers, ratios, strict=True))
         ]
 
@@ -210,7 +211,7 @@ class LowRankGroup(Span):
     layers: range
     group: int
     ratio: float
-    counted: int | None = None  # tokens beyond this number do not count
+    channels: int | None = None  # the rank is at most this, and `ratio` multiplies at most as many tokens
     store: bool = False  # the next stage is restored from this one
     first_positions: bool = False  # the rows take the first positions of the stage instead of their representatives'
 
@@ -227,7 +228,8 @@ class LowRankGroup(Span):
         return frozenset({memory_name(self.group)})
 
     def num_tokens(self, tokens: int) -> int:
-        return min(int(self.ratio * min(tokens, self.counted or tokens)) + 1, tokens)
+        largest = min(tokens, self.channels or tokens)
+        return min(int(self.ratio * largest) + 1, largest)
 
     def own_macs(self, tokens: int, dim: int) -> int:
         return tokens * self.num_tokens(tokens) * dim
@@ -255,8 +257,8 @@ class LowRankGroup(Span):
         rows = self.num_tokens(x.shape[1])
         if tokens.count is None:
             return rows, None
-        counted = to_double(tokens.count) if self.counted is None else to_double(tokens.count).clamp(max=self.counted)
-        return rows, torch.minimum((self.ratio * counted).long() + 1, tokens.count).clamp(max=rows)
+        largest = tokens.count.clamp(max=self.channels or x.shape[1])
+        return rows, torch.minimum((self.ratio * to_double(largest)).long() + 1, largest).clamp(max=rows)
 
     def projection(self, x: Tensor, tokens: Tokens, ctx: ForwardContext, rank: int, ranks: Tensor | None) -> Tensor:
         """Returns Q [R, N, r] with entries N(0, 1/r). Noise is drawn for all cells of the stage, however many of them run."""

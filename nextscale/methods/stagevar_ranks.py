@@ -24,11 +24,15 @@ SUFFIX = ".ranks.json"
 
 @dataclass(frozen=True, order=True)
 class RankRow:
-    """The ratios of a stage of this number of cells, one per group of blocks, that hold the share `alpha` of its energy."""
+    """The ratios of a stage of this number of cells, one per group of blocks, that hold the share `alpha` of its energy.
+
+    A ratio is a share of the largest possible rank: the smaller of the cells and the channels.
+    """
 
     alpha: float
     cells: int
     ratios: tuple[float, ...]
+    deviations: tuple[float, ...] | None = None  # of the ratios, over images
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,9 +117,10 @@ def table_for(model: NextScaleModel, groups: int, as_released: bool) -> RankTabl
     known = model.rank_table or (published if published and published.belongs_to(model) else None)
     if known is None:
         family, depth, dim = identity(model)
+        released = f", or as_released=true for the published ratios of {published!r}" if published else ""
         raise SettingError(
             f"StageVAR has no ranks for {family} with {depth} blocks of {dim} channels, trained for this size."
-            " Set ranks to a ratio such as 0.05, or measure a table with `nextscale calibrate stagevar`."
+            f" Measure a table with `nextscale calibrate stagevar`, set ranks to a ratio such as 0.05{released}."
         )
     return require_groups(known, groups)
 
@@ -131,11 +136,6 @@ def group_layers(model: NextScaleModel, blocks_per_group: int | None) -> tuple[r
     size = blocks_per_group or (1 if model.family in ("star", "hart") else max(1, depth // 8))
     require(size <= depth, "groups", f"at most {depth}, the blocks of this model", size)
     return tuple(range(first, min(first + size, depth)) for first in range(0, depth, size))
-
-
-def counted_tokens(model: NextScaleModel) -> int | None:
-    """Returns how many tokens a ratio counts at most: all on Infinity (None), elsewhere as many as the network has channels."""
-    return None if model.family == "infinity" else model.block_config.dim
 
 
 def energy_ranks(energies: Tensor, alpha: float) -> Tensor:

@@ -39,7 +39,8 @@ def calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
         (("skipvar", 1), "calibrate-skipvar"),
         (("scalekv", 1), "calibrate-scalekv"),
         (("stagevar", 1, "--set", "alphas=1.5"), "--set alphas must be above 0"),
-        (("stagevar", 1, "--set", "share=0.5"), "--set must name alphas or sizes"),
+        (("stagevar", 1, "--set", "share=0.5"), "--set must name alphas or sizes or centered"),
+        (("stagevar", 1, "--set", "centered=yes"), "--set centered must be true or false"),
         (("stagevar", 1, "--out", "table.txt"), "--out must end in .json"),
         (("stagevar",), "no prompt"),
         (("fastvar", 1), "fastvar"),
@@ -60,7 +61,11 @@ def test_rank_tables(calibrate: Callable[..., Result], tmp_path: Path) -> None:
     table = read_rank_table(tmp_path / "own.json")
     assert {row.alpha for row in table.rows} == {0.9} and {64, 25} <= {row.cells for row in table.rows}
     assert table.belongs_to(tiny.shared_pipeline("flexvar").model)
-    assert "alpha 0.9 " in done.output and "wrote own.json" in done.output
+    assert "alpha 0.9 " in done.output and " ± " in done.output and "wrote own.json" in done.output
+    done = calibrate("stagevar", 1, 2, "--set", "alphas=0.9", "--set", "sizes=1,2,4,8", "--set", "centered=true", "--out", "centered.json")
+    assert done.exit_code == 0 and read_rank_table(tmp_path / "centered.json").about["centered"] is True
+    centered = {row.cells: row.ratios for row in read_rank_table(tmp_path / "centered.json").rows}
+    assert all(sum(centered[row.cells]) > sum(row.ratios) for row in table.rows if row.cells == 64)
     assert "--force" in calibrate("stagevar", 1, "--out", "own.json").output
     absent = calibrate("stagevar", 1)
     assert absent.exit_code == 2 and "weights of tiny" in absent.output  # beside which the table would be written

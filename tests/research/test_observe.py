@@ -29,7 +29,6 @@ from nextscale.models import NextScaleModel
 from nextscale.pipeline import Output, Pipeline
 from nextscale.stage import Schedule
 from nextscale_research.__main__ import app
-from nextscale_research.methods.stagevar_variants import singular_energies
 from nextscale_research.observe import Observations, Sample, observe, read_observations, to_json, verdicts
 from nextscale_research.observe.blocks import BlockWatcher, block_relations
 from nextscale_research.observe.detail import extreme_quarters, local_detail, rank_correlation, ranks
@@ -178,7 +177,7 @@ def test_rank_of_three_directions() -> None:
 @pytest.mark.parametrize("shape", [(2, 30, 12), (2, 9, 16)])
 def test_energies_are_squared_singular_values(shape: tuple[int, int, int]) -> None:
     x = noise(*shape)
-    assert torch.allclose(energies(x).float(), singular_energies(x), rtol=1e-4, atol=1e-3)
+    assert torch.allclose(energies(x).float(), torch.linalg.svdvals(x).square(), rtol=1e-4, atol=1e-3)
 
 
 def test_few_layers_are_spread() -> None:

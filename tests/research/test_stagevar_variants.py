@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from nextscale.errors import SettingError
+from nextscale.eval.calibrate_ranks import energies
 from nextscale.methods import DENSE
 from nextscale.methods.stagevar import StageVAR, project
 from nextscale.methods.stagevar_ranks import energy_ranks
 from nextscale.models import Var, VarConfig
-from nextscale.stage import Schedule
+from nextscale.stage import Schedule, Tokens
 from nextscale_research.methods import StageVARVariants
 from nextscale_research.methods.stagevar_variants import (
     LeastSquaresRows,
     SingularRows,
     StudiedGroup,
     Variant,
-    approximation,
     factors,
+    leading_factors,
     least_squares_weights,
     same_direction,
-    singular_energies,
 )
 from tests.helpers import tiny
 from tests.methods import test_stagevar
@@ -54,10 +54,12 @@ STUDIED: tuple[Any, ...] = VARIANTS[1:-1]  # those that StageVAR itself does not
 def test_the_energy_rule_on_known_singular_values(alpha: float, rank: int) -> None:
     """Energies 16, 4, 4, 1: shares 0.64, 0.8, 0.96, 1."""
     x = with_singular_values((4, 2, 2, 1))
-    assert singular_energies(x)[0].tolist() == pytest.approx([16, 4, 4, 1, 0, 0, 0], abs=1e-4)
-    assert energy_ranks(singular_energies(x), alpha).tolist() == [rank]
+    assert energies(x)[0].tolist() == pytest.approx([16, 4, 4, 1, 0, 0, 0], abs=1e-4)
+    assert factors(x)[1].square()[0].tolist() == pytest.approx([16, 4, 4, 1, 0, 0, 0], abs=1e-4)
+    assert energy_ranks(energies(x), alpha).tolist() == [rank]
     shifted = x + 100 * torch.ones(1, 1, 7)  # what all tokens have in common is energy too (equation 4), and one direction
-    assert energy_ranks(singular_energies(shifted), alpha).tolist() == [1]
+    assert energy_ranks(energies(shifted), alpha).tolist() == [1]
+    assert energy_ranks(energies(shifted, centered=True), alpha).tolist() == [rank]  # as the published tables
 
 
 def with_singular_values(values: Sequence[float], tokens: int = 12, channels: int = 7, seed: int = 0) -> Tensor:
@@ -72,35 +74,44 @@ def with_singular_values(values: Sequence[float], tokens: int = 12, channels: in
 def test_padding_has_no_energy() -> None:
     x = with_singular_values((4, 2, 2, 1))
     padded = torch.cat([x, x[:, -1:].expand(-1, 5, -1)], dim=1)
-    energies = singular_energies(torch.cat([padded, torch.randn(1, 17, 7)]), count=torch.tensor([12, 17]))
-    assert energies[0].tolist() == pytest.approx([16, 4, 4, 1, 0, 0, 0], abs=1e-3)
+    tokens = Tokens(FOUR.stage, torch.zeros(2, 17, dtype=torch.long), torch.tensor([12, 17]))
+    span = StudiedGroup(range(1), 0, 1.0, 7, alpha=0.97)
+    _, ranks = span.ranks(torch.cat([padded, with_singular_values((1, 1, 1, 1, 1), tokens=17)]), tokens)
+    assert ranks is not None and ranks.tolist() == [4, 5]
 
 
-def test_factors_are_leading_directions_with_signs_of_their_own() -> None:
-    x = torch.randn(2, 9, 5, generator=torch.Generator().manual_seed(1))
-    u, rows = factors(x, 5)
+@pytest.mark.parametrize("shape", [(9, 5), (5, 9)])
+def test_factors_are_directions_with_signs_of_their_own(shape: tuple[int, int]) -> None:
+    x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(1))
+    u, s, rows = factors(x)
+    assert torch.allclose(s, torch.linalg.svdvals(x), atol=1e-5)
     assert torch.allclose(u @ rows, x, atol=1e-5)
-    u, rows = factors(x, 2)
-    assert torch.allclose(u.transpose(1, 2) @ u, torch.eye(2).expand(2, 2, 2), atol=1e-5)
+    assert torch.allclose(u.transpose(1, 2) @ u, torch.eye(5).expand(2, 5, 5), atol=1e-5)
     assert (rows.gather(2, rows.abs().argmax(dim=2, keepdim=True)) > 0).all()
-    flipped, same = factors(-x, 2)
+    flipped, _, same = factors(-x)
     assert torch.allclose(same, rows, atol=1e-5)
     assert torch.allclose(flipped, -u, atol=1e-5)
 
 
 def test_directions_that_are_not_there_are_zero() -> None:
     x = with_singular_values((3, 2))
-    u, rows = factors(x, 4)
+    u, _, rows = factors(x)
     assert (u[..., 2:] == 0).all()
     assert torch.allclose(u @ rows, x, atol=1e-5)
 
 
-def test_approximations_of_each_rank() -> None:
-    x = with_singular_values((4, 2, 1)).repeat(3, 1, 1)
-    near = approximation(x, torch.tensor([1, 2, 3]))
-    errors = (near - x).square().sum(dim=(1, 2)).tolist()
-    assert errors == pytest.approx([5, 1, 0], abs=1e-4)
-    assert [int(torch.linalg.matrix_rank(one, rtol=1e-4)) for one in near] == [1, 2, 3]
+def test_a_given_rank_finds_the_same_leading_directions_without_the_others() -> None:
+    x = with_singular_values((8, 4, 0.5, 0.02, 0.01), tokens=40, channels=30)
+    q = torch.randn(2, 40, 3, generator=torch.Generator().manual_seed(3))
+    u, rows = leading_factors(x.repeat(2, 1, 1), q, torch.tensor([3, 2]))
+    expected_u, _, expected_rows = factors(x)
+    assert u.shape == (2, 40, 3) and rows.shape == (2, 3, 30)
+    for image, rank in enumerate((3, 2)):
+        near = torch.zeros(3).scatter(0, torch.arange(rank), 1.0)
+        assert torch.allclose(rows[image], expected_rows[0, :3] * near[:, None], atol=0.05)
+        assert torch.allclose(u[image], expected_u[0, :, :3] * near, atol=0.05)
+    error = (u @ rows - x).square().sum(dim=(1, 2))
+    assert error.tolist() == pytest.approx([0.0005, 0.2505], rel=0.01)  # of the best approximation: the energies that are left out
 
 
 def test_directions_are_compared_column_by_column() -> None:
@@ -136,7 +147,7 @@ def test_singular_rows_double_what_the_block_doubles() -> None:
 
 
 def test_measured_ranks_forecast_what_is_assumed() -> None:
-    span = StudiedGroup(range(1), 0, 1.0, alpha=0.9, dim=30, assumed=0.5)
+    span = StudiedGroup(range(1), 0, 1.0, 30, alpha=0.9, assumed=0.5)
     assert [span.num_tokens(tokens) for tokens in (1, 10, 100)] == [1, 5, 15]
     plans = StageVARVariants(ranks="measured").forecast(infinity(dim=48), ONE_MEGAPIXEL, kept=0.25)
     assert ranks_of(plans[10], ONE_MEGAPIXEL[10]) == [12] * 8

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nextscale.methods.method import Plans, Span
 from nextscale.methods.stagevar import LowRankGroup, StageVAR, first_tokens, noise_of, project, zero_tail
-from nextscale.methods.stagevar_ranks import counted_tokens, energy_ranks
+from nextscale.methods.stagevar_ranks import energy_ranks
 from nextscale.models.base import NextScaleModel
 from nextscale.models.blocks import Block, run_in_order
 from nextscale.models.context import ForwardContext
@@ -78,15 +78,11 @@ class StageVARVariants(StageVAR):
     def low_rank_groups(self, model: NextScaleModel, stage: Stage, alpha: float, layers: Sequence[range], store: bool) -> Sequence[Span]:
         dim, kind = model.block_config.dim, SPANS[self.variant]
         if self.measured:
-            return [kind(blocks, group, 1.0, None, store, alpha=alpha, dim=dim) for group, blocks in enumerate(layers)]
+            return [kind(blocks, group, 1.0, dim, store, alpha=alpha) for group, blocks in enumerate(layers)]
         if self.variant == "representative":
             return super().low_rank_groups(model, stage, alpha, layers, store)
-        limit = dim if self.variant == "svd_fixed" else None  # there are no more singular directions
         ratios = self.ratios(model, stage, alpha, len(layers))
-        return [
-            kind(blocks, group, ratio, counted_tokens(model), store, limit=limit)
-            for group, (blocks, ratio) in enumerate(zip(layers, ratios, strict=True))
-        ]
+        return [kind(blocks, group, ratio, dim, store) for group, (blocks, ratio) in enumerate(zip(layers, ratios, strict=True))]
 
 
 # --- spans
@@ -97,27 +93,29 @@ class StudiedGroup(LowRankGroup):
     """Runs random projections at a given or measured rank. Subclasses run other rows."""
 
     alpha: float | None = None  # the rank holds this share of the energy; None: given by `ratio`
-    dim: int = 0  # of the network
     assumed: float = 1.0  # share of the largest possible rank that a forecast assumes
-    limit: int | None = None  # largest given rank
 
     def num_tokens(self, tokens: int) -> int:
         if self.alpha is not None:
-            return max(1, round(self.assumed * min(tokens, self.dim)))
-        rows = super().num_tokens(tokens)
-        return rows if self.limit is None else min(rows, self.limit)
+            return max(1, round(self.assumed * min(tokens, self.channels or tokens)))
+        return super().num_tokens(tokens)
 
     def ranks(self, x: Tensor, tokens: Tokens) -> tuple[int, Tensor | None]:
         if self.alpha is None:
             return super().ranks(x, tokens)
-        own = energy_ranks(singular_energies(x, tokens.count), self.alpha)
+        return self.measured_ranks(torch.linalg.svdvals(zero_tail(x.float(), tokens.count)), tokens)
+
+    def measured_ranks(self, values: Tensor, tokens: Tokens) -> tuple[int, Tensor | None]:
+        """Returns what `ranks` does, from singular values [R, n]. The host waits for them."""
+        assert self.alpha is not None
+        own = energy_ranks(values.square(), self.alpha)
         fewest, most = torch.stack([own.min(), own.max()]).tolist()
         return most, None if fewest == most and tokens.count is None else own
 
     def projection(self, x: Tensor, tokens: Tokens, ctx: ForwardContext, rank: int, ranks: Tensor | None) -> Tensor:
         if self.alpha is None:
             return super().projection(x, tokens, ctx, rank, ranks)
-        normal = noise_of(ctx.method_rng.normal, x, tokens, ctx, min(tokens.stage.cells, self.dim))[..., :rank]
+        normal = noise_of(ctx.method_rng.normal, x, tokens, ctx, min(tokens.stage.cells, x.shape[2]))[..., :rank]
         return normal / (rank**0.5 if ranks is None else ranks.sqrt()[:, None, None])
 
     def report_rows(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext, rank: int, ranks: Tensor | None) -> None:
@@ -147,12 +145,23 @@ class LeastSquaresRows(StudiedGroup):
 
 
 class SingularRows(StudiedGroup):
-    """Runs the leading singular directions. Their left vectors and those of the previous stage's output restore the tokens."""
+    """Runs the leading singular directions. Their left vectors and those of the previous stage's output restore the tokens.
+
+    With a given rank no more directions are computed; the energy rule needs all of the input's.
+    """
 
     def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        rank, ranks = self.ranks(x, tokens)
-        u, rows = factors(zero_tail(x, tokens.count), rank)
-        previous, _ = factors(zero_tail(self.restored(tokens, ctx), tokens.count), rank)
+        given = zero_tail(x, tokens.count)
+        if self.alpha is None:
+            rank, ranks = self.ranks(x, tokens)
+            q = self.projection(x, tokens, ctx, rank, ranks)
+            u, rows = leading_factors(given, q, ranks)
+        else:
+            u, s, rows = factors(given)
+            rank, ranks = self.measured_ranks(s, tokens)
+            u, rows = u[..., :rank], rows[:, :rank]
+            q = self.projection(x, tokens, ctx, rank, ranks)
+        previous, _ = leading_factors(zero_tail(self.restored(tokens, ctx), tokens.count), q, ranks)
         y = run_in_order(blocks, repeat_tail(rows, ranks).to(x.dtype), first_tokens(tokens, rows, ranks), ctx)
         self.report_rows(blocks, x, tokens, ctx, rank, ranks)
         return (u + same_direction(previous, u)) @ zero_tail(y.float(), ranks)
@@ -170,12 +179,12 @@ class ApproximatedRows(StudiedGroup):
 
     def own_macs(self, tokens: int, dim: int) -> int:
         """MACs to put the factors together, in which directions beyond the rank are zeros."""
-        return tokens * min(tokens, self.dim) * dim
+        return tokens * min(tokens, dim) * dim
 
     def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         assert self.alpha is not None
-        ranks = energy_ranks(singular_energies(x, tokens.count), self.alpha)
-        near = repeat_tail(approximation(zero_tail(x, tokens.count), ranks).to(x.dtype), tokens.count)
+        u, s, rows = factors(zero_tail(x, tokens.count))
+        near = repeat_tail((u @ zero_tail(rows, energy_ranks(s.square(), self.alpha))).to(x.dtype), tokens.count)
         if ctx.computed is not None:
             ctx.computed.add(tokens, x, sum(block.num_sublayers for block in blocks))
         return run_in_order(blocks, near, tokens, ctx)
@@ -193,33 +202,55 @@ SPANS: dict[str, type[StudiedGroup]] = {
 # --- singular vectors and least squares
 
 
-def singular_energies(x: Tensor, count: Tensor | None = None) -> Tensor:
-    """Returns squared singular values of x [R, N, C], largest first: [R, min(N, C)].
+def factors(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns U [R, N, n], Sigma [R, n] and Sigma V^T [R, n, C] of x [R, N, C] (equation 5), largest first, in float32.
 
-    Of x as it is, as in equation 4. The published tables were measured of mean-centred features, which lack the direction that all tokens
-    share and so need more rows for the same alpha: on nano 3.0 % of the tokens in place of 1.6 % at 40x40 and alpha 0.96.
+    Of x as it is, as in equation 4. An image must not depend on what a decomposition leaves open: the largest entry of every right vector
+    is made positive, and directions that x does not have, as in a map resized from fewer tokens, are zero.
     """
-    return torch.linalg.svdvals(zero_tail(x.float(), count)).square()
+    x = x.double()
+    if x.shape[1] > x.shape[2]:
+        s, vt = singular_basis(x.mT @ x)
+        vt = vt.mT
+        u = x @ vt.mT / s[:, None].clamp(min=torch.finfo(s.dtype).tiny)
+    else:
+        s, u = singular_basis(x @ x.mT)
+        vt = u.mT @ x / s[..., None].clamp(min=torch.finfo(s.dtype).tiny)
+    return signed(u, s, vt)
 
 
-def factors(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Returns U [R, N, rank] and Sigma V^T [R, rank, C] of the leading singular directions of x (equation 5), in float32.
+def leading_factors(x: Tensor, q: Tensor, ranks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns U [R, N, r] and Sigma V^T [R, r, C] of the r leading singular directions of x, from a random projection q [R, N, r].
 
-    An image must not depend on what a decomposition leaves open: the largest entry of every right vector is made positive, and
-    directions that x does not have, as in a map resized from fewer tokens, are zero.
+    Subspace iteration: no product is larger than N x C x r, and the only decomposition is r x r. Beyond a row's rank all is zero.
     """
-    u, s, vt = torch.linalg.svd(x.float(), full_matrices=False)
-    u, vt = u[..., :rank], vt[:, :rank]
-    sign = vt.gather(2, vt.abs().argmax(dim=2, keepdim=True)).sign()  # [R, rank, 1]
-    there = s > max(x.shape[1:]) * torch.finfo(s.dtype).eps * s[:, :1]
-    u = (u * sign.transpose(1, 2)).masked_fill(~there[:, None, :rank], 0.0)
-    return u, s[:, :rank, None] * vt * sign
+    x, basis = x.double(), q.double()
+    for _ in range(ITERATIONS):
+        rows = torch.linalg.qr(x.mT @ basis).Q.mT  # [R, min(r, C), C]
+        basis = x @ zero_tail(rows, ranks).mT
+    s, turn = singular_basis(basis.mT @ basis)
+    rows = zero_tail(rows, ranks)
+    u = basis @ turn / s[:, None].clamp(min=torch.finfo(s.dtype).tiny)
+    u, _, leading = signed(u, s, turn.mT @ rows)
+    return u, leading
 
 
-def approximation(x: Tensor, ranks: Tensor) -> Tensor:
-    """Returns the nearest matrix of rank ranks[r] to each x[r] [N, C], in float32."""
-    u, rows = factors(x, min(x.shape[1:]))
-    return u @ zero_tail(rows, ranks)
+ITERATIONS = 3
+
+
+def singular_basis(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the roots of a Gram matrix's eigenvalues, largest first, and its eigenvectors as columns."""
+    values, vectors = torch.linalg.eigh(gram)
+    return values.flip(1).clamp(min=0).sqrt(), vectors.flip(2)
+
+
+def signed(u: Tensor, s: Tensor, vt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns U, Sigma and Sigma V^T in float32, with signs that depend on V alone and zeros for directions that are not there."""
+    sign = vt.gather(2, vt.abs().argmax(dim=2, keepdim=True)).sign()  # [R, n, 1]
+    there = s > max(u.shape[1], vt.shape[2]) * torch.finfo(torch.float32).eps * s[:, :1]
+    s = s.masked_fill(~there, 0.0)
+    u = (u * sign.mT).masked_fill(~there[:, None], 0.0)
+    return u.float(), s.float(), (s[..., None] * vt * sign).float()
 
 
 def same_direction(u: Tensor, like: Tensor) -> Tensor:
@@ -230,6 +261,8 @@ def same_direction(u: Tensor, like: Tensor) -> Tensor:
 def least_squares_weights(rows: Tensor, x: Tensor) -> Tensor:
     """Returns W [R, N, r] for which W `rows` comes nearest to x (equation 6), for rows [R, r, C] and x [R, N, C], in float32.
 
-    Rows of zeros get the weight 0.
+    Solves the normal equations in float64, which decompose r x r. Rows of zeros get the weight 0.
     """
-    return x.float() @ torch.linalg.pinv(rows.float())
+    rows = rows.double()
+    smallest = (max(rows.shape[1:]) * torch.finfo(torch.float32).eps) ** 2  # of an eigenvalue, of the largest one
+    return (x.double() @ rows.mT @ torch.linalg.pinv(rows @ rows.mT, rtol=smallest, hermitian=True)).float()

@@ -135,7 +135,7 @@ def generate_probed(
 ) -> prompt.Baseline:
     """Images under the probe, `start` others having been generated before."""
     acting = blocks.BlockWatcher(len(seeds))
-    ranked = RankWatcher(layers, ranks.ALPHAS, first_of(ranks.MOST_IMAGES, start, len(seeds)))
+    ranked = RankWatcher(layers, ranks.ALPHAS, first_of(ranks.MOST_IMAGES, start, len(seeds)), centered=True)
     latents: list[Tensor] = []
     output = pipeline(
         prompts,
