@@ -69,6 +69,11 @@ class Door(Protocol):
         """Images of each batch."""
         ...
 
+    @property
+    def batch_ms(self) -> dict[str, float]:
+        """Median milliseconds of a batch by its number of images; empty where the server does not tell."""
+        ...
+
     def ask(self, seed: int) -> Future[Answer]: ...
 
     def drain(self) -> None:
@@ -89,15 +94,22 @@ def prompt_of(seed: int) -> str:
 class BatcherDoor:
     def __init__(self, pipeline: Pipeline, settings: dict[str, Any], **batching: Any) -> None:
         self._settings = settings
-        self._batches: list[int] = []
+        self._batches: list[tuple[int, float]] = []  # images, seconds
         self._batcher = Batcher([{"model": pipeline}], on_batch=self._count, **batching)
 
     def _count(self, record: BatchRecord) -> None:
-        self._batches.append(record.images)
+        self._batches.append((record.images, record.seconds))
 
     @property
     def batches(self) -> list[int]:
-        return self._batches
+        return [images for images, _ in self._batches]
+
+    @property
+    def batch_ms(self) -> dict[str, float]:
+        seconds: dict[int, list[float]] = {}
+        for images, taken in self._batches:
+            seconds.setdefault(images, []).append(taken)
+        return {str(images): round(1000 * statistics.median(found), 2) for images, found in sorted(seconds.items())}
 
     def ask(self, seed: int) -> Future[Answer]:
         arrived, answer = time.monotonic(), Future[Answer]()
@@ -267,7 +279,8 @@ def run(arguments: argparse.Namespace) -> Iterator[Row]:
         finally:
             opened.close()
         images = min(arguments.compared, sum(answer.image is not None for answer in answers))
-        return {"seconds": round(seconds, 2), **summary(answers, seconds, opened.batches), **against_alone(answers, images)}
+        served = summary(answers, seconds, opened.batches)
+        return {"seconds": round(seconds, 2), **served, "batch_ms": opened.batch_ms, **against_alone(answers, images)}
 
     for rate in arguments.rates:
         row = measure("load", {**config, "rate": rate, "offered_per_s": round(rate * capacity, 3)}, partial(at, rate))

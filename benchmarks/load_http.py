@@ -51,6 +51,10 @@ class HttpDoor:
     def batches(self) -> list[int]:
         return [size for size, images in Counter(self._companies).items() for _ in range(round(images / size))]
 
+    @property
+    def batch_ms(self) -> dict[str, float]:
+        return {}
+
     def _started(self) -> int:
         assert self._process.stderr is not None
         port = 0
