@@ -78,7 +78,7 @@ class Machine:
         return len(self.waiting) + self.running
 
     def put(self, now: float) -> bool:
-        """Queues an image; returns False if there is no room."""
+        """Queues an image; returns False if the queue is full."""
         if self.waiting and len(self.waiting) >= self.max_queue:
             return False
         self.waiting.append(now)
@@ -99,7 +99,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Simulated:
-    """Outcome of a simulation: seconds of every served image, images of every batch, and what was refused."""
+    """Outcome of a simulation: seconds of every served image, images of every batch, and the number of refused requests."""
 
     latencies: np.ndarray
     batches: tuple[tuple[float, int], ...]  # start, images
@@ -171,7 +171,7 @@ def simulate(
 
 
 def highest_rate(times: BatchTimes, p95: float, *, machines: int = 1, gpus: int = 1, seed: int = 0) -> float:
-    """Returns the images per second that are answered within `p95` seconds in 95 % of the cases; 0 if one alone takes longer."""
+    """Returns the images per second that are answered within `p95` seconds in 95 % of the cases; 0 if a single image takes longer."""
     bound = machines * gpus * times.images_per_second
     least, most = 0.0, 1.0
     for _ in range(STEPS):
