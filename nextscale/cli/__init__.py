@@ -4,7 +4,14 @@ from . import bench, calibrate, compare, convert, download, evaluate, generate, 
 from .options import grouped
 from .program import Command, app
 
-for module in (generate, sample, serve, models, download, convert, plan, compare, tune, calibrate, bench, evaluate):
-    app.command(cls=Command)(grouped(vars(module)[module.__name__.rpartition(".")[2]]))
+PANELS = {
+    "Make images": (generate, sample, serve),
+    "Models": (models, download, convert),
+    "Measure and tune": (plan, compare, tune, calibrate, bench, evaluate),
+}
+
+for panel, modules in PANELS.items():
+    for module in modules:
+        app.command(cls=Command, rich_help_panel=panel)(grouped(vars(module)[module.__name__.rpartition(".")[2]]))
 
 __all__ = ["app"]

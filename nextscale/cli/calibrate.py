@@ -13,7 +13,7 @@ from ..errors import SettingError
 from .files import require_writable
 from .options import Force, ImageOptions, ModelOptions, PromptOptions, option, out_option
 from .parse import choose_schedule, parse_numbers, parse_prompt
-from .show import share_bar, show_next
+from .show import image_bar, show_next
 
 DEFAULTS = {"alphas": "0.9+0.95+0.96+0.97+0.98+0.99+0.999", "sizes": "", "centered": "false"}
 
@@ -53,7 +53,7 @@ def calibrate(
     if file.suffix != ".json":
         raise SettingError(f"--out must end in .json; got {file}.")
     require_writable([file], force)
-    with share_bar() as progress:
+    with image_bar() as progress:
         task = progress.add_task("measuring", total=len(schedules) * len(given))
         table = measure_table(model.load(), given, schedules, alphas, image.seed, lambda: progress.advance(task), centered)
     about = {

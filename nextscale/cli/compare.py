@@ -141,7 +141,7 @@ def chosen_methods(asked: Sequence[str] | None, model: ModelOptions, schedule: S
     points: dict[Method, str] = {}
     for text in TUNED:
         try:
-            points.setdefault(model.resolved(resolve_method(text), schedule, batch), text)
+            points.setdefault(model.resolved(resolve_method(text), schedule, batch)[0], text)
         except SettingError as error:
             reason = error
     if points:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .options import ModelName, Offline, option
-from .show import show_next
+from .show import show_next, stopping
 
 
 def download(
@@ -27,7 +27,8 @@ def download(
     """
     from ..loading.load import download_model
 
-    found = download_model(model, to, convert, offline)
+    with stopping(lambda: "Complete files are kept; the same command continues."):
+        found = download_model(model, to, convert, offline)
     if not found:
         typer.echo(f"{model} is part of the package; there is nothing to download.")
     for what, path in found.items():

@@ -13,7 +13,7 @@ from rich.markup import escape
 from ..errors import SettingError
 from .files import require_results
 from .options import Device, option, out_option
-from .show import image_bar, plain_table, result_console, show_next
+from .show import image_bar, plain_table, result_console, show_next, stopping
 
 if TYPE_CHECKING:
     from ..eval.results import Row
@@ -61,7 +61,7 @@ def evaluate(
     for judge, folder in product(judges, judged):
         judge.check(folder)
     rows: list[Row] = []
-    with image_bar() as progress:
+    with stopping(lambda: f"{len(rows)} of {len(judged)} rows are in {out}." if out else ""), image_bar() as progress:
         task = progress.add_task("judging", total=sum(len(folder.files) for folder in judged) * len(judges))
         for folder in judged:
             row = describe(folder, place) | {"real": real and real.name, "dense": dense and dense.name}

@@ -10,6 +10,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,20 +48,24 @@ def default_out(name: str) -> Path:
     return Path(tempfile.gettempdir(), "nextscale", name) if in_checkout else Path(name)
 
 
-def plan_pictures(prompts: Sequence[str | int], images: int, seed: int, out: Path) -> list[Picture]:
+def plan_pictures(prompts: Sequence[str | int], images: int, seed: int, out: Path, details: Sequence[str], force: bool) -> list[Picture]:
+    """Returns all pictures with their files. In a folder the names end in `details`, and in a number if a file has that name."""
     repeated = [prompt for prompt in prompts for _ in range(images)]
     if out.suffix.lower() not in IMAGE_FORMATS:
         if (mimetypes.guess_type(out.name)[0] or "").startswith("image/"):
             require_image_name("--out", out)
-        return [Picture(prompt, seed + i, out / picture_name(i, seed + i, prompt)) for i, prompt in enumerate(repeated)]
+        words = [slug(prompt) if isinstance(prompt, str) else f"class{prompt}" for prompt in repeated]
+        names = ["-".join(filter(None, (f"{i:04d}-seed{seed + i}", text, *details))) for i, text in enumerate(words)]
+        files = [out / f"{name}.png" if force else free(out / f"{name}.png") for name in names]
+        return [Picture(prompt, seed + i, file) for i, (prompt, file) in enumerate(zip(repeated, files, strict=True))]
     if len(repeated) > 1:
         raise SettingError(f"--out must be a folder for {len(repeated)} images; got the file {out}. One picture of all: --grid FILE.")
     return [Picture(prompts[0], seed, out)]
 
 
-def picture_name(index: int, seed: int, prompt: str | int) -> str:
-    words = slug(prompt) if isinstance(prompt, str) else ""
-    return f"{index:04d}-seed{seed}-{words}".rstrip("-") + ".png"
+def free(file: Path) -> Path:
+    """Returns the file, with a number if the name is taken."""
+    return next(one for n in count(1) if not (one := file if n == 1 else file.with_stem(f"{file.stem}-{n}")).exists())
 
 
 def slug(text: str) -> str:

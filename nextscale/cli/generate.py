@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 
 from ..errors import SettingError
-from .files import Picture, default_out, plan_pictures, require_image_name, require_writable
+from .files import Picture, default_out, plan_pictures, require_image_name, require_writable, slug
 from .options import (
     DEFAULT_MODEL,
     MACHINE,
@@ -32,7 +32,7 @@ from .options import (
     out_option,
 )
 from .parse import parse_methods, size_text
-from .show import darkened, engines, percent, plain_table, result_console, show_next, token_bar
+from .show import darkened, engines, percent, plain_table, result_console, show_next, stopping, token_bar
 
 if TYPE_CHECKING:
     from ..pipeline import Pipeline, Preview
@@ -54,7 +54,9 @@ class RandomSeedOptions(SizeOptions):
 class OutputOptions:
     """The files to write."""
 
-    out: Annotated[Path | None, out_option("PATH", "Folder, or for a single image a .png, .jpg or .webp file.", "out")] = None
+    out: Annotated[
+        Path | None, out_option("PATH", "Folder (taken names get a number), or a .png, .jpg or .webp file for a single image.", "out")
+    ] = None
     grid: Annotated[Path | None, option("--grid", "FILE", "Also write all images as one picture.", OUTPUT)] = None
     previews: Annotated[bool, option("--previews", None, "Write the image after each stage, as NAME-stage03.png.", OUTPUT)] = False
     compute_mask: Annotated[
@@ -85,12 +87,13 @@ def generate(
     output: OutputOptions,
 ) -> None:
     """Generate images from prompts."""
-    spec, acceleration, out = model.spec, parse_methods(method), output.out or default_out("out")
+    words, spec, acceleration, out = prompts.read(), model.spec, parse_methods(method), output.out or default_out("out")
     schedule = image.schedule(spec)
     settings = sampling.call_arguments(spec, schedule)
-    texts = [sampling.prompt(text, spec) for text in prompts.read()]
-    pictures = plan_pictures(texts, image.num_images, secrets.randbits(32) if image.seed is None else image.seed, out)
-    model.resolved(acceleration, schedule, min(batch, len(pictures)))
+    texts = [sampling.prompt(text, spec) for text in words]
+    _, pixels = model.resolved(acceleration, schedule, min(batch, len(texts) * image.num_images))
+    seed = secrets.randbits(32) if image.seed is None else image.seed
+    pictures = plan_pictures(texts, image.num_images, seed, out, (pixels, slug(" ".join(method or ()))), output.force)
     output.require_writable(pictures, schedule)
     if warmup and model.torch_device.type != "cuda":
         raise SettingError(f"--warmup needs a GPU; the device is {model.torch_device}. Leave it out.")
@@ -114,8 +117,12 @@ def generate_pictures(
     """Generates and writes all pictures, `batch` at a time; `settings`: arguments of the pipeline call."""
     from ..io import write_image
 
-    calls = []
-    with token_bar() as progress:
+    calls: list[Call] = []
+    done: list[Path] = []
+    with (
+        stopping(lambda: f"{len(done)} of {len(pictures)} images are in {pictures[0].file.parent}." if done else ""),
+        token_bar() as progress,
+    ):
         task = progress.add_task("loading", total=settings["size"].tokens * len(pictures))
         pipeline = load()
         if len(pictures) > batch:  # prompts that the encoder refuses are refused before anything is written
@@ -139,6 +146,8 @@ def generate_pictures(
             images = output.images
             for picture, image in zip(together, images, strict=True):
                 write_image(image, picture.file)
+                done.append(picture.file)
+                progress.note(f"{len(done)} of {len(pictures)}: {escape(str(picture.file))}")
             for picture, image in zip(together, darkened(images, output.compute_mask), strict=True) if output.compute_mask else ():
                 write_image(image, picture.mask_file)
             calls.append((together, output.report))

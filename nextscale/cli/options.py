@@ -223,7 +223,7 @@ class ModelOptions(FileOptions):
 
         return choose_device(self.device)
 
-    def resolved(self, method: Method, schedule: Schedule, batch: int) -> Method:
+    def resolved(self, method: Method, schedule: Schedule, batch: int) -> tuple[Method, str]:
         return parse.resolved_method(method, self.spec, schedule, batch, self.torch_device, self.weights)
 
     def load(self, **more: Any) -> Pipeline:

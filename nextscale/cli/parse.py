@@ -63,8 +63,11 @@ def torch_dtype(name: str | None) -> Any:
 
 def resolved_method(
     method: Method, spec: ModelSpec, schedule: Schedule, batch: int, device: torch.device, weights: Path | None = None
-) -> Method:
-    """Returns the method that a request runs, as far as it is known without weights. Raises SettingError if its settings do not fit."""
+) -> tuple[Method, str]:
+    """Returns the method that a request runs, as far as it is known without weights, and WIDTHxHEIGHT of its images.
+
+    Raises SettingError if its settings do not fit.
+    """
     from ..loading.load import without_weights
     from ..methods.method import SelectionContext
 
@@ -73,7 +76,7 @@ def resolved_method(
     context = SelectionContext(spec.name, model, device, tokenizer.pixels_per_token, profiles, schedule, batch, weights)
     resolved, _ = method.resolve(context)
     resolved.forecast(model, schedule)
-    return resolved
+    return resolved, context.size
 
 
 def named_profiles(spec: ModelSpec, weights: Path | None = None) -> dict[Path, Profile]:

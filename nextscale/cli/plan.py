@@ -64,7 +64,7 @@ def plan(
     scale = parse.parse_guidance(guidance, settings.guidance)
     guided = ResolvedGuidance(resolve_guidance(scale, settings.guidance), schedule, len(built.blocks)).needs_both
     workload = Workload(schedule, batch, guided, text_tokens if built.stack[0].has_text else 0, settings.sampling.refine)
-    resolved = parse.resolved_method(chosen, spec, schedule, batch, choose_device(None))
+    resolved, _ = parse.resolved_method(chosen, spec, schedule, batch, choose_device(None))
     facts = forecast(spec, built, tokenizer, resolved, workload, keep_ratio, encoder_bytes(spec))
     if as_json:
         typer.echo(json.dumps(facts, indent=2))

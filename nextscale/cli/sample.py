@@ -21,7 +21,7 @@ from ..errors import SettingError, SizeError
 from .files import default_out
 from .options import MACHINE, OUTPUT, Batch, ImageOptions, Limit, Methods, ModelOptions, Ray, SamplingOptions, option, out_option
 from .parse import AUTO, LOCAL, choose_schedule, parse_methods, parse_ray, torch_dtype
-from .show import image_bar, show_next
+from .show import image_bar, show_next, stopping
 
 if TYPE_CHECKING:
     import torch
@@ -103,14 +103,21 @@ def sample(
         model = on_own_gpu(model)
     batches, arguments, chosen = run.batches(model, image, sampling, batch), {}, {}
     for one in {one.schedule: one for one in batches}.values():
-        resolved = model.resolved(acceleration, one.schedule, one.images)
+        resolved, _ = model.resolved(acceleration, one.schedule, one.images)
         if resolved != acceleration:
             chosen[one.pictures[0].stages] = resolved.label
         arguments = sampling.call_arguments(model.spec, one.schedule)
     out = run.out or default_out("samples")
     if out.exists() and not out.is_dir():
         raise SettingError(f"--out must be a folder; {out} is a file.")
-    with stopping(out), working_folder(out, shard) as work, image_bar() as progress, warnings.catch_warnings():
+    message = f"The images in {out} are complete; the same command continues."
+    with (
+        ended_by_sigterm(message),
+        stopping(lambda: message),
+        working_folder(out, shard) as work,
+        image_bar() as progress,
+        warnings.catch_warnings(),
+    ):
         warnings.showwarning = lambda message, *_, **__: typer.echo(f"note: {message}", err=True)  # without the line of code
         task = progress.add_task("generating", total=sum(len(one.pictures) for one in shard.part(batches)))
         settings = described(model, sampling, acceleration.label, method, run.random_weights)
@@ -209,19 +216,18 @@ def versions(device: torch.device | None, batch: int) -> dict[str, Any]:
 
 
 @contextmanager
-def stopping(out: Path) -> Iterator[None]:
-    """Prints how to continue after Ctrl-C, or SIGTERM as Slurm sends it. Files that are being written are finished first."""
+def ended_by_sigterm(message: str) -> Iterator[None]:
+    """Prints the message after SIGTERM, as Slurm sends it. Files that are being written are finished first."""
 
     def stop(number: int, _: object) -> None:
+        typer.echo(f"Stopped. {message}", err=True)
         raise SystemExit(128 + number)
 
-    handled = current_thread() is main_thread()  # others may not set handlers
-    before = signal.signal(signal.SIGTERM, stop) if handled else None
+    if current_thread() is not main_thread():  # others may not set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
-        typer.echo(f"stopped: the images in {out} are complete. The same command continues.", err=True)
-        raise
     finally:
-        if handled:
-            signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, before)

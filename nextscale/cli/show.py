@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -82,26 +83,58 @@ class ImagesPerSecond(ProgressColumn):
         return Text("" if task.speed is None else f"{task.speed:.2f} images/s")
 
 
-def share_bar() -> Progress:
+class Bar(Progress):
+    """A bar on a terminal, removed when it ends; elsewhere a line for each new description and each tenth of the images."""
+
+    line = unit = ""
+
+    def note(self, line: str) -> None:
+        """Prints a line if there is no terminal."""
+        if self.disable and line != self.line:
+            self.line = line
+            self.console.print(line, soft_wrap=True)
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        self.note(changes.get("description", self.line))
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        task = self.tasks[task_id]
+        if self.unit and int(task.percentage / 10) > int((task.completed - advance) / (task.total or 1) * 10):
+            self.note(f"{task.completed:.0f} of {task.total:.0f} {self.unit}")
+
+
+def share_bar() -> Bar:
     """Returns a bar for tasks with a total of 1."""
     return _bar(WholePercent())
 
 
-def token_bar() -> Progress:
+def token_bar() -> Bar:
     """Returns a bar for tasks whose total is a number of tokens."""
     return _bar(MofNCompleteColumn(), TextColumn("tokens"))
 
 
-def image_bar() -> Progress:
+def image_bar() -> Bar:
     """Returns a bar for tasks whose total is a number of images."""
-    return _bar(MofNCompleteColumn(), ImagesPerSecond())
+    bar = _bar(MofNCompleteColumn(), ImagesPerSecond())
+    bar.unit = "images"
+    return bar
 
 
-def _bar(*amount: ProgressColumn) -> Progress:
-    """Returns a bar that is shown on a terminal only, and removed when it ends."""
-    console = Console(stderr=True)
+def _bar(*amount: ProgressColumn) -> Bar:
+    console = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    return Bar(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextmanager
+def stopping(kept: Callable[[], str]) -> Iterator[None]:
+    """Adds a sentence about what is kept to Ctrl-C; the program prints it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(kept()) from None
 
 
 def darkened(images: Sequence[Image.Image], compute_mask: Sequence[Tensor]) -> list[Image.Image]:

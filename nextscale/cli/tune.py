@@ -10,7 +10,6 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
 from rich.markup import escape
 
 from ..errors import NextscaleError, PromptError, SettingError
@@ -18,7 +17,7 @@ from .files import default_out, require_writable
 from .models import show_profile
 from .options import Batch, Force, ModelOptions, PromptsFile, Seed, SizeOptions, option, out_option
 from .parse import parse_pairs, parse_prompt, size_text
-from .show import result_console, share_bar, show_next
+from .show import result_console, share_bar, show_next, stopping
 
 if TYPE_CHECKING:
     from ..loading import ModelSpec
@@ -67,7 +66,7 @@ def tune(
     from ..metrics import Lpips
     from ..offline.prompts import evenly_spread
     from ..profiles import profile_folder, profile_name
-    from ..tune.budget import VALIDATION, filling_batches, validation_prompts
+    from ..tune.budget import NEEDED, VALIDATION, filling_batches, validation_prompts
     from ..tune.log import SUFFIX as TRIALS
     from ..tune.log import TrialLog
     from ..tune.trials import Bench
@@ -103,7 +102,12 @@ def tune(
                 pipeline.reader.read(several[first : first + batch])
         bench = Bench(pipeline, schedule, used.search, batch, seed, Lpips.load(pipeline.model.device))
         held_out, searched, before = used.held_out, 0, 0.0
-        try:
+
+        def kept() -> str:
+            trials = 0 if start is not None else len(TrialLog.read(log_file).trials)
+            return f"{trials} of about {NEEDED} trials are in {log_file}; the same command continues." if trials else ""
+
+        with stopping(kept):
             if start is None:
                 if file.exists():
                     log_file.unlink(missing_ok=True)  # the trials of a finished search
@@ -126,10 +130,6 @@ def tune(
                 source=used.source,
                 on_progress=lambda what, share: on_progress(f"validation: {what}", before + (1 - before) * share),
             )
-        except KeyboardInterrupt:
-            kept = f"the trials so far are kept in {log_file}: the same command continues" if log_file.exists() else "nothing is kept"
-            typer.echo(f"stopped: {kept}", err=True)
-            raise
     profile.save(file)
     show_profile(result_console(), file, profile)
     show_found(file, model, "auto" if wanted is None else f"auto:{target}")

@@ -5,12 +5,17 @@ from __future__ import annotations
 import ast
 import difflib
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 from ..errors import SettingError
+from ..io import expanded
+from ..validation import require
 from .auto import Auto
 from .combine import Combined
 from .drop_guidance import DropGuidance
@@ -39,6 +44,23 @@ ENTRY_POINTS = "nextscale.methods"  # the group in which other packages register
 def plugins() -> Mapping[str, EntryPoint]:
     """Returns the methods that installed packages register, by name; none is imported yet."""
     return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS) if entry.name not in METHODS}
+
+
+def import_methods(file: Path) -> None:
+    """Runs a Python file and adds its methods, each by the name of its class in lower case."""
+    path = expanded(file)
+    name = f"imported_{path.stem}"  # not the stem alone: a file random.py must not hide the module of that name
+    spec = spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise SettingError(f"--import must name a Python file, such as my_method.py; got {file}.")
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    classes = (value for value in vars(module).values() if isinstance(value, type) and value.__module__ == name)
+    found = {value.__name__.lower(): value for value in classes if issubclass(value, Method)}
+    require(found, f"--import {file}", "a file with at least one subclass of nextscale.Method", list(vars(module)))
+    if taken := found.keys() & set(method_names()):
+        raise SettingError(f"--import {file}: the method {min(taken)} exists already. Give the class another name.")
+    METHODS.update(found)
 
 
 def method_names() -> list[str]:
