@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .errors import SettingError
 from .stage import Schedule, Stage
-from .validation import is_finite, is_number
+from .validation import is_finite, is_number, require
 
 LARGEST_SCALE = 1e4  # guided logits stay far from float32's overflow at 3e38
 
@@ -107,8 +107,8 @@ def resolve_guidance(value: GuidanceLike, default: Guidance) -> Guidance:
     if isinstance(value, Guidance):
         return value
     numbers = value if isinstance(value, Sequence) else [value]
-    if isinstance(value, str) or not all(is_finite(number) for number in numbers):
-        raise SettingError(f"guidance {value!r}: give a number, a list of one number per stage, or a Guidance")
+    good = not isinstance(value, str) and all(is_finite(number) and number >= 0 for number in numbers)
+    require(good, "guidance", "a number of at least 0, a list of one per stage, or a Guidance", value)
     if not isinstance(value, Sequence):
         return default.with_strength(float(value))
     return StageGuidance(default.logits, default.layers, tuple(float(scale) for scale in value))

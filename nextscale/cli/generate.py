@@ -120,7 +120,7 @@ def generate_pictures(
     calls: list[Call] = []
     done: list[Path] = []
     with (
-        stopping(lambda: f"{len(done)} of {len(pictures)} images are in {pictures[0].file.parent}." if done else ""),
+        stopping(lambda: f"{len(done)} of {len(pictures)} images are in {done[0].parent}." if done else ""),
         token_bar() as progress,
     ):
         task = progress.add_task("loading", total=settings["size"].tokens * len(pictures))

@@ -123,9 +123,9 @@ class PromptFile:
     limit: Limit = None
 
     def read_file(self) -> list[str]:
-        from ..offline.prompts import read_prompts
-
         if self.prompts_file is not None:
+            from ..offline.prompts import read_prompts
+
             return read_prompts(self.prompts_file, self.limit)
         if self.limit is not None:
             raise SettingError("--limit needs a prompt file. Add --prompts FILE.")
@@ -146,17 +146,16 @@ class PromptOptions(PromptFile):
     ] = None
 
     def read(self) -> list[str]:
+        prompts = [*(self.prompts or ()), *self.read_file()]
+        if not prompts:
+            raise PromptError('no prompt given. Write one, such as "a red apple", or pass --prompts FILE.')
         from ..loading import MODELS
 
-        words = self.prompts or []
-        for word in words:
+        for word in self.prompts or ():
             if word in MODELS:  # most likely -m is missing
                 raise PromptError(
                     f"prompt {word!r} is the name of a model. Choose the model with -m {word}, or use the word in a sentence."
                 )
-        prompts = [*words, *self.read_file()]
-        if not prompts:
-            raise PromptError('no prompt given. Write one, such as "a red apple", or pass --prompts FILE.')
         return prompts
 
 

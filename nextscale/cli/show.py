@@ -96,7 +96,8 @@ class Bar(Progress):
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         super().update(task_id, **changes)
-        self.note(changes.get("description", self.line))
+        if "completed" in changes:
+            self.note(changes.get("description", self.line))
 
     def advance(self, task_id: TaskID, advance: float = 1) -> None:
         super().advance(task_id, advance)

@@ -15,6 +15,7 @@ import pytest
 import typer.main
 
 from nextscale.cli import app
+from nextscale.cli.program import SHORT, arranged
 from tests.conftest import PROJECT
 from tests.docs.test_readme import PAGES
 
@@ -39,7 +40,9 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 def resolved(words: list[str]) -> tuple[Any, list[str]]:
     """The command that the words name, and those that follow its name."""
-    group = PROGRAM
+    group, words = PROGRAM, arranged([*SHORT.get(words[0], words[:1]), *words[1:]])
+    while words[:1] == ["--import"]:
+        words = words[2:]
     while hasattr(group, "commands"):
         assert words, "a command is missing"
         two = " ".join(words[:2])

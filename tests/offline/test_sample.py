@@ -307,7 +307,7 @@ def test_what_auto_chose_is_a_setting(tmp_path: Path, monkeypatch: pytest.Monkey
     entry = read_manifest(out / "manifest.jsonl")[0]
     assert entry.settings["method"] == "Auto(speedup=1.5)" and entry.settings["chosen"]
     assert "2 kept" in run(prompts, out, *more).output
-    monkeypatch.setattr(ModelOptions, "resolved", lambda *_: resolve_method("skip:last=1"))
+    monkeypatch.setattr(ModelOptions, "resolved", lambda *_: (resolve_method("skip:last=1"), "256x256"))
     result = run(prompts, out, *more)
     assert result.exit_code == 2 and "says that 00000_0.png has chosen" in result.output
     refused = run(prompts, out, *more, "--ray", "auto", "--dtype", "float32")
