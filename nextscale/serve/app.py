@@ -13,7 +13,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.staticfiles import StaticFiles
 
 from ..errors import NextscaleError
-from ..methods.registry import resolve_method, standard_methods
+from ..methods.auto import Auto, fitting_profile
+from ..methods.registry import standard_methods
 from ..stage import Schedule
 from .catalogue import Catalogue, Served, parse_method, text_of
 from .compare import Comparer
@@ -25,7 +26,7 @@ from .security import COMPARE_PATH, OPEN_FOLDER, Gate, content_security
 from .service import Service
 
 STUDIO = Path(__file__).parent / "studio"
-AUTO_POINTS = ("auto:lpips=0.05", "auto:speedup=2", "auto:speedup=3")  # choices of the studio
+AUTO_POINTS = {"auto:lpips=0.05": Auto(lpips=0.05), "auto:speedup=2": Auto(speedup=2), "auto:speedup=3": Auto(speedup=3)}  # of the studio
 
 
 def create_app(service: Service) -> FastAPI:
@@ -135,10 +136,12 @@ def named_methods(served: Served, schedule: Schedule) -> dict[str, str]:
     return found
 
 
-def measured_points(served: Served, schedule: Schedule) -> dict[str, str]:
-    """Returns the points of auto that a profile of the model holds at a number of stages, with what was measured."""
+def measured_points(served: Served, schedule: Schedule) -> dict[str, dict[str, Any]]:
+    """Returns the measurements of the points of auto that a profile of the model has at a number of stages."""
     found = {}
-    for text in AUTO_POINTS:
+    for text, method in AUTO_POINTS.items():
         with suppress(NextscaleError):
-            found[text] = str(resolve_method(text).resolve(served.pipeline.situation(schedule))[1]).partition(": ")[2]
+            profile = fitting_profile(served.pipeline.situation(schedule))
+            point = method.point_of(profile)
+            found[text] = {"speedup": point.speedup.value, "lpips": point.lpips.value, "profile": f"Profile of {profile.described}"}
     return found

@@ -105,7 +105,7 @@ export function BlindView({ blind, settings, methods, first, busy }) {
       </form>
       ${votes.length > 0 && html`
         <button type="button" id="score" aria-expanded=${score} onClick=${() => setScore(!score)}>${score ? "Hide score" : `Show score of ${votes.length} vote${votes.length > 1 ? "s" : ""}`}</button>
-        ${score && html`<${ScoreView} votes=${votes} clear=${clear} />`}`}
+        ${score && html`<${ScoreView} votes=${votes} clear=${clear} nameOf=${(method) => Object.keys(methods).find((name) => methods[name] === method) || method} />`}`}
     </section>
   `;
 }

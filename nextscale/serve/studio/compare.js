@@ -3,7 +3,7 @@ import { html } from "./html.js";
 import { useState } from "preact/hooks";
 import { compare, generate } from "./api.js";
 import { Facts } from "./bars.js";
-import { Figures, likeness, seconds } from "./figures.js";
+import { Figures, likeness, seconds, speedup } from "./figures.js";
 import { Empty } from "./frame.js";
 import { randomSeed, requestOf } from "./settings.js";
 import { DENSE } from "./speeds.js";
@@ -14,12 +14,16 @@ const UNEVEN = 1 / 3; // difference of rounds above which the user is told
 
 const median = (sorted) => (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2;
 const sorted = (numbers) => numbers.sort((a, b) => a - b);
+const typical = (rounds, which) => median(sorted(rounds.map((round) => round[which].total_ms)));
 
-/** Median, lowest and highest speedup of the rounds. */
+/** Median and range of the speedup of the rounds; `middle` is null if the saved work does not explain it. */
 function spread(rounds) {
+  if (!rounds.length) return { middle: null, uneven: false };
   const ratios = sorted(rounds.map(([dense, other]) => dense.total_ms / other.total_ms));
   const [low, high] = [ratios[0], ratios.at(-1)];
-  return { middle: median(ratios), low, high, uneven: high / low - 1 > UNEVEN };
+  const [dense, other] = [0, 1].map((which) => ({ ...rounds[0][which], total_ms: typical(rounds, which) }));
+  const middle = speedup(dense, other) && median(ratios);
+  return { middle, range: `${low.toFixed(2)} to ${high.toFixed(2)}`, uneven: !middle || high / low - 1 > UNEVEN };
 }
 
 /** Pictures of the same seed with several methods, at once: the server joins what it can. */
@@ -64,13 +68,13 @@ export function CompareView({ comparison, settings, label, classes, choose }) {
   if (!pair) {
     return html`
       <section class="stage" aria-label="Comparison">
-        <${Empty} size=${settings.size} title="Can you see the difference?" text=${`The same seed at best quality and with “${label}”, one over the other. Choose a prompt.`} busy=${busy && "Generating both"} classes=${classes} choose=${choose} />
+        <${Empty} size=${settings.size} title="Can you see the difference?" text=${`The same seed at best quality and with “${label}”, one picture over the other.`} busy=${busy && "Generating both"} classes=${classes} choose=${choose} />
       </section>`;
   }
   const { dense, other, rounds, distance } = pair;
-  const { middle, low, high, uneven } = spread(rounds);
+  const { middle, range, uneven } = spread(rounds);
   const like = likeness(distance);
-  const time = (which) => seconds(rounds.length ? median(sorted(rounds.map((round) => round[which].total_ms))) : [dense, other][which].report.total_ms);
+  const time = (which) => seconds(rounds.length ? typical(rounds, which) : [dense, other][which].report.total_ms);
   return html`
     <section class="stage" aria-label="Comparison">
       <${Split} size=${pair.size} left=${{ b64: dense.b64_json, label: "Best quality" }} right=${{ b64: other.b64_json, label: pair.label }} />
@@ -79,11 +83,11 @@ export function CompareView({ comparison, settings, label, classes, choose }) {
     <section class="panel result" aria-label="Result">
       <${Figures} figures=${[
         { id: "seconds", value: time(1), unit: "s", label: "Time", about: `${time(0)} s at best quality` },
-        { id: "speedup", value: rounds.length ? middle.toFixed(2) : null, unit: "×", label: "Times faster", about: rounds.length ? html`<span id="range">${low.toFixed(2)} to ${high.toFixed(2)}</span>` : busy ? "measuring" : "not measured" },
+        { id: "speedup", value: middle?.toFixed(2), unit: "×", label: "Times faster", about: range ? html`<span id="range">${range}</span>` : busy ? "measuring" : "not measured" },
         { id: "likeness", value: like?.value, unit: like?.unit, label: "Likeness", about: like ? like.about : busy ? "measuring" : "not measured" },
       ]} />
       <p class="soft">Times: median of <span id="rounds">${rounds.length} of ${ROUNDS}</span> rounds in turns. ${like && html`<span id="distance">${like.all}</span>. `}Seed ${dense.seed}.</p>
-      ${uneven && html`<p class="note" role="status">Rounds differ by more than a third: the machine is busy. Compare again when it is quiet.</p>`}
+      ${uneven && html`<p class="note" role="status">${middle ? "The rounds differ by more than a third" : "The saved work does not explain these times"}: the machine is busy. Compare again when it is quiet.</p>`}
       ${like?.missing && html`<p class="soft">${like.missing}</p>`}
       <${Facts} report=${other.report} />
     </section>

@@ -10,7 +10,7 @@ const FIELDS = { width: "size", height: "size", aspect: "size", n: "size" }; // 
 const OWN = ["prompt", "negative_prompt", "method", "size", "seed", "guidance_scale", "model"];
 const HIDDEN = ["negative_prompt", "guidance_scale", "model"]; // under "Advanced"
 
-const WIDE = matchMedia("(min-width: 800px)"); // options are always open, as in style.css
+const WIDE = matchMedia("(min-width: 800px)"); // options are always open and beside the picture, as in style.css
 
 /** The field of the form that an error is about; undefined if none. */
 export function fieldOf(error) {
@@ -41,6 +41,9 @@ export function Form({ options, settings, change, submit, busy, stop, label, err
     return () => WIDE.removeEventListener("change", widened);
   }, []);
   useEffect(() => {
+    if (busy && !WIDE.matches) document.querySelector(".stage, .sheet")?.scrollIntoView();
+  }, [busy]);
+  useEffect(() => {
     const name = fieldOf(error);
     if (!name) return;
     if (name !== "prompt") setOpen(true);
@@ -51,10 +54,10 @@ export function Form({ options, settings, change, submit, busy, stop, label, err
   return html`
     <form class="panel form" ref=${form} onSubmit=${send} onKeyDown=${(event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && form.current.requestSubmit()}>
       <${Field} id="prompt" label=${model.classes ? "Class number" : "Prompt"} problem=${problem("prompt")}>
-        <textarea rows="2" required placeholder=${model.classes ? "such as 207" : "What should the picture show?"} ...${field("prompt")}></textarea>
+        <textarea rows="2" required placeholder=${model.classes ? "such as 207" : "such as a green frog"} ...${field("prompt")}></textarea>
       <//>
       <div class="send">
-        ${busy ? html`<button type="button" class="primary" id="stop" onClick=${stop}>Stop</button>` : html`<button class="primary" id="send" type="submit">${label}</button>`}
+        ${busy ? html`<button type="button" id="stop" onClick=${stop}>Stop</button>` : html`<button class="primary" id="send" type="submit">${label}</button>`}
         <span class="keys"><kbd>Ctrl</kbd>+<kbd>Enter</kbd> starts, <kbd>Esc</kbd> stops</span>
       </div>
       <details open=${open} onToggle=${(event) => setOpen(event.currentTarget.open)}>
@@ -94,12 +97,12 @@ function Speed({ model, settings, change, problem, compared }) {
     setMore(value === "more");
     if (value !== "more") change({ method: value });
   };
-  const choices = [...speeds.map(({ name, method, about }) => ({ value: method, label: name, title: about })), { value: "more", label: "More" }];
+  const choices = [...speeds.map(({ name, method, about }) => ({ value: method, label: name, title: about })), { value: "more", label: "More methods" }];
   return html`
     <${Choice} name="speed" legend=${compared ? "Compare best quality with" : "Speed"} kind="speed" choices=${choices} value=${shown ? "more" : settings.method} onChoose=${choose} />
     ${shown
       ? html`<${MethodInput} id="method" label="Method" methods=${namedMethods(speeds, methodsOf(model, settings.size))} value=${settings.method} onChoose=${(method) => (setMore(true), change({ method }))} problem=${problem} />`
-      : html`<p class="soft about">${current.about}</p>`}
+      : html`<p class="soft about" title=${current.source}>${current.about}</p>`}
   `;
 }
 

@@ -7,6 +7,7 @@ import { Empty, Frame } from "./frame.js";
 import { ComputeMap, Legend } from "./masks.js";
 import { ResultCard } from "./measure.js";
 import { savePicture, source } from "./png.js";
+import { addressOf, VIEWS } from "./route.js";
 import { MOST_PARTIALS, requestOf } from "./settings.js";
 import { DENSE } from "./speeds.js";
 import { Stages } from "./stages.js";
@@ -56,6 +57,13 @@ export function useGeneration(run, remember, references) {
   return { shown, growing, place, setPlace, generate, measure, restore };
 }
 
+/** What else there is, until there is a picture. */
+const Tour = () => html`
+  <aside class="panel tour" aria-label="Other views">
+    <h2>More to do here</h2>
+    <dl>${Object.entries(VIEWS).slice(1).map(([name, [title, about]]) => html`<dt><a href=${addressOf(name)}>${title}</a></dt><dd>${about}</dd>`)}</dl>
+  </aside>`;
+
 export function GenerateView({ generation, busy, settings, classes, masked, setMasked, references, choose }) {
   const { shown, growing, place, setPlace } = generation;
   const live = growing?.frames.length ? growing : null;
@@ -69,8 +77,9 @@ export function GenerateView({ generation, busy, settings, classes, masked, setM
   if (!picture) {
     return html`
       <section class="stage" aria-label="Picture">
-        <${Empty} size=${settings.size} title="What shall it be?" text="Write a prompt, or start with one of these." busy=${growing && "Waiting for the first stage"} classes=${classes} choose=${choose} />
-      </section>`;
+        <${Empty} size=${settings.size} title="What should the picture show?" text="Write a prompt, or start with one of these." busy=${growing && "Waiting for the first stage"} classes=${classes} choose=${choose} />
+      </section>
+      <${Tour} />`;
   }
   const frame = picture.frames[at];
   const mask = masked && final?.masks?.find((one) => one.stage === frame.stage);
@@ -81,9 +90,9 @@ export function GenerateView({ generation, busy, settings, classes, masked, setM
         ${mask && html`<${ComputeMap} b64=${mask.b64_json} />`}
         ${growing && !live && html`<p class="waiting over"><i class="spinner"></i>Waiting for the first stage</p>`}
       <//>
-      <${Stages} frames=${picture.frames} stages=${picture.stages} place=${at} setPlace=${setPlace} busy=${Boolean(live)} />
       <div class="tools">
-        <label class="switch" title="Slower on a GPU"><input type="checkbox" role="switch" id="masked" checked=${masked} onChange=${(event) => setMasked(event.target.checked)} /><i></i>Show where it computed</label>
+        <${Stages} frames=${picture.frames} stages=${picture.stages} place=${at} setPlace=${setPlace} busy=${Boolean(live)} />
+        <label class="switch" title="Slower on a GPU"><input type="checkbox" role="switch" id="masked" checked=${masked} onChange=${(event) => setMasked(event.target.checked)} /><i></i>Where it computed</label>
         ${masked && html`<${Legend} />`}
       </div>
     </section>

@@ -19,8 +19,6 @@ import { addPicture, clearPictures, KEPT, readPictures } from "./store.js";
 import { ThemeButton } from "./theme.js";
 import { useWork } from "./work.js";
 
-const LABELS = { generate: "Generate", compare: "Compare", grid: "Generate grid" };
-
 function Studio({ options }) {
   const [settings, setSettings] = useState(() => firstSettings(options));
   const [masked, setMasked] = useState(false);
@@ -48,7 +46,10 @@ function Studio({ options }) {
   const chosen = rows || [DENSE, ...speeds.slice(-2).map(({ method }) => method)];
   const labelOf = (found) => nameOf(found.method, options.models.find((one) => one.id === found.model && one.sizes.some(({ size }) => size === found.size)), found.size);
 
-  const change = (changes) => setSettings((before) => ({ ...before, ...changes }));
+  const change = (changes) => {
+    if (fieldOf(work.error) in changes) work.say(""); // the complaint is about the value before
+    setSettings((before) => ({ ...before, ...changes }));
+  };
   const restore = (found, b64) => {
     const next = restored(found, settings, options);
     const names = lost(found, next);
@@ -56,15 +57,6 @@ function Studio({ options }) {
     work.say(names.length ? `Not restored, so that the next picture will differ: ${names.join(", ")}` : "");
     generation.restore(b64, next);
     go("generate");
-  };
-  const submit = {
-    generate: (given = settings) => generation.generate(given, masked),
-    compare: (given = compared) => comparison.start(given, label),
-    grid: () => grid.start(settings, Object.entries(methods).filter(([, text]) => chosen.includes(text)).map(([name, text]) => ({ name, text })), count),
-  };
-  const choose = (prompt) => {
-    change({ prompt });
-    submit[view]({ ...(view === "compare" ? compared : settings), prompt });
   };
 
   useEffect(() => void readPictures().then(setPictures), []);
@@ -77,23 +69,47 @@ function Studio({ options }) {
   useDrop(restore, work.say);
 
   if (view === "blind" && blind.round) return html`<${Ballot} blind=${blind} error=${work.error} retry=${work.retry} />`;
+  const choose = (prompt) => {
+    change({ prompt });
+    views[view].submit({ ...views[view].settings, prompt });
+  };
   const shared = { settings, classes: model.classes, choose, busy: work.busy };
-  const beside = view in LABELS && fieldOf(work.error); // the form shows that error
+  // A view that starts work from the form has its settings, what it submits them to, and the label of the button.
+  const views = {
+    generate: {
+      settings,
+      submit: (given) => generation.generate(given, masked),
+      label: "Generate",
+      content: () => html`<${GenerateView} ...${shared} generation=${generation} masked=${masked} setMasked=${setMasked} references=${references} />`,
+    },
+    compare: {
+      settings: compared,
+      submit: (given) => comparison.start(given, label),
+      label: "Compare",
+      content: () => html`<${CompareView} ...${shared} comparison=${comparison} label=${label} />`,
+    },
+    grid: {
+      settings,
+      submit: (given) => grid.start(given, Object.entries(methods).filter(([, text]) => chosen.includes(text)).map(([name, text]) => ({ name, text })), count),
+      label: "Generate grid",
+      content: () => html`<${GridView} grid=${grid} methods=${methods} chosen=${chosen} setChosen=${setRows} count=${count} setCount=${setCount} most=${options.most_images} busy=${work.busy} restore=${(b64) => restore(pictures.find((one) => one.b64 === b64)?.settings || {}, b64)} />`,
+    },
+    blind: { content: () => html`<${BlindView} blind=${blind} settings=${settings} methods=${methods} first=${first} busy=${work.busy} />` },
+    history: { content: () => html`<${HistoryView} pictures=${pictures} restore=${restore} labelOf=${labelOf} clear=${async () => { await clearPictures(); setPictures([]); }} />` },
+  };
+  const { submit, label: start, settings: sent, content } = views[view];
+  const beside = submit && fieldOf(work.error); // the form shows that error
   return html`
     <header>
       <a class="brand" href=${addressOf("generate")}><i></i><h1>nextscale <span>studio</span></h1></a>
-      <nav aria-label="Views">${Object.entries(VIEWS).map(([name, title]) => html`<a id=${`tab-${name}`} href=${addressOf(name)} aria-current=${view === name ? "page" : undefined}>${title}</a>`)}</nav>
+      <nav aria-label="Views">${Object.entries(VIEWS).map(([name, [title, about]]) => html`<a id=${`tab-${name}`} href=${addressOf(name)} title=${about} aria-current=${view === name ? "page" : undefined}>${title}</a>`)}</nav>
       <${ThemeButton} />
     </header>
     <main class=${`page ${view}`}>
-      ${view in LABELS && html`<${Form} options=${options} settings=${view === "compare" ? compared : settings} change=${change} busy=${work.busy} stop=${work.stop} submit=${() => submit[view]()} label=${LABELS[view]} error=${work.error} view=${view} />`}
+      ${submit && html`<${Form} options=${options} settings=${sent} change=${change} busy=${work.busy} stop=${work.stop} submit=${() => submit(sent)} label=${start} error=${work.error} view=${view} />`}
       ${work.error && !beside && html`<p class="banner" role="alert"><span>${work.error.message}</span>${work.error.retryable && html`<button type="button" id="retry" onClick=${work.retry}>Retry</button>`}</p>`}
       ${work.note && html`<p class="banner note" role="status"><span>${work.note}</span><button type="button" class="quiet" aria-label="Close" onClick=${() => work.say("")}>×</button></p>`}
-      ${view === "generate" && html`<${GenerateView} ...${shared} generation=${generation} masked=${masked} setMasked=${setMasked} references=${references} />`}
-      ${view === "compare" && html`<${CompareView} ...${shared} comparison=${comparison} label=${label} />`}
-      ${view === "grid" && html`<${GridView} grid=${grid} methods=${methods} chosen=${chosen} setChosen=${setRows} count=${count} setCount=${setCount} most=${options.most_images} busy=${work.busy} restore=${(b64) => restore(pictures.find((one) => one.b64 === b64)?.settings || {}, b64)} />`}
-      ${view === "blind" && html`<${BlindView} blind=${blind} settings=${settings} methods=${methods} first=${first} busy=${work.busy} />`}
-      ${view === "history" && html`<${HistoryView} pictures=${pictures} restore=${restore} labelOf=${labelOf} clear=${async () => { await clearPictures(); setPictures([]); }} />`}
+      ${content()}
     </main>
   `;
 }

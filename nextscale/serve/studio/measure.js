@@ -2,7 +2,7 @@
 import { html } from "./html.js";
 import { useState } from "preact/hooks";
 import { compare, generate } from "./api.js";
-import { Figures, likeness, seconds } from "./figures.js";
+import { Figures, likeness, seconds, speedup } from "./figures.js";
 import { requestOf } from "./settings.js";
 import { DENSE } from "./speeds.js";
 
@@ -36,11 +36,13 @@ export function ResultCard({ image, settings, references, measure, busy }) {
   const distance = references.distanceOf(image);
   const best = settings.method === DENSE;
   const like = likeness(distance);
-  const times = best ? "1" : reference && (reference.report.total_ms / image.report.total_ms).toFixed(1);
+  const measured = !best && reference && speedup(reference.report, image.report);
+  const times = best ? "1" : measured >= 1 ? measured.toFixed(1) : null; // one run cannot show that a method is slower
+  const timing = !best && reference && (times ? "one run" : "uneven runs: use Compare");
   return html`
     <${Figures} figures=${[
       { id: "seconds", value: seconds(image.report.total_ms), unit: "s", label: "Time" },
-      { id: "times", value: times, unit: "×", label: "Times faster", about: !best && times && "one run" },
+      { id: "times", value: times, unit: "×", label: "Times faster", about: timing },
       { id: "likeness", value: best ? "100" : like?.value, unit: best ? "%" : like?.unit, label: "Likeness", about: best ? "reference" : like?.about },
     ]} />
     ${!best && !like && html`<button type="button" id="measure" disabled=${busy} onClick=${measure}>Measure against best quality</button>`}

@@ -1,7 +1,13 @@
-// The address of each view: #/compare.
+// The address, title and purpose of each view, such as #/compare.
 import { useEffect, useState } from "preact/hooks";
 
-export const VIEWS = { generate: "Generate", compare: "Compare", grid: "Grid", blind: "Blind A/B", history: "History" };
+export const VIEWS = {
+  generate: ["Generate", "One picture, stage by stage."],
+  compare: ["Compare", "One seed at best quality and with a method, one picture over the other."],
+  grid: ["Grid", "Several methods and seeds at once."],
+  blind: ["Blind A/B", "Vote between two methods without knowing which is which."],
+  history: ["History", "Your last pictures, with their settings."],
+};
 
 const current = () => (location.hash.slice(2) in VIEWS ? location.hash.slice(2) : "generate");
 
@@ -16,6 +22,6 @@ export function useView() {
     addEventListener("hashchange", changed);
     return () => removeEventListener("hashchange", changed);
   }, []);
-  useEffect(() => void (document.title = `${VIEWS[view]} · nextscale studio`), [view]);
+  useEffect(() => void (document.title = `${VIEWS[view][0]} · nextscale studio`), [view]);
   return view;
 }

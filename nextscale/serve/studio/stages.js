@@ -1,4 +1,4 @@
-// The stages of a picture: a filmstrip and a slider that scrub it.
+// The stages of a picture: a filmstrip that scrubs it.
 import { html } from "./html.js";
 import { useEffect, useState } from "preact/hooks";
 import { source } from "./png.js";
@@ -30,22 +30,28 @@ export function Stages({ frames, stages, place, setPlace, busy }) {
     const found = frames.findLastIndex((frame) => frame.stage <= stage);
     if (!busy) setPlace(Math.max(found, 0));
   };
-  const grab = (event) => (event.currentTarget.setPointerCapture(event.pointerId), at(event));
+  const grab = (event) => {
+    event.preventDefault();
+    event.currentTarget.setPointerCapture(event.pointerId);
+    event.currentTarget.querySelector("input").focus({ preventScroll: true });
+    setPlaying(false);
+    at(event);
+  };
   const shown = frames[place];
   return html`
-    <div class="stages">
-      <div class="film" aria-hidden="true" onPointerDown=${grab} onPointerMove=${(event) => event.buttons && at(event)}>
-        ${Array.from({ length: stages }, (_, stage) => {
-          const frame = frames.find((one) => one.stage === stage);
-          return html`<span class=${stage === shown?.stage ? "thumb now" : "thumb"}>${frame && html`<img src=${source(frame.b64)} alt="" draggable=${false} />`}</span>`;
-        })}
-      </div>
-      <div class="scrub">
-        <button type="button" class="quiet" id="play" disabled=${busy} aria-label="Play the stages" title="Play the stages" onClick=${() => (setPlace(0), setPlaying(true))}>▶</button>
-        <input type="range" min="0" max=${frames.length - 1} step="1" value=${place} disabled=${busy} aria-label="Stage" aria-valuetext=${`stage ${shown?.stage + 1} of ${stages}`}
-          onInput=${(event) => (setPlaying(false), setPlace(Number(event.target.value)))} />
-        <span class="count">Stage <b>${shown ? shown.stage + 1 : 0}</b> of ${stages}</span>
-      </div>
+    <div class="film" onPointerDown=${grab} onPointerMove=${(event) => event.buttons && at(event)}>
+      ${Array.from({ length: stages }, (_, stage) => {
+        const frame = frames.find((one) => one.stage === stage);
+        const skipped = !frame && !busy;
+        const kind = stage === shown?.stage ? "now" : skipped ? "skipped" : "";
+        return html`<span class=${`thumb ${kind}`} title=${skipped ? "skipped" : `stage ${stage + 1}`}>${frame && html`<img src=${source(frame.b64)} alt="" draggable=${false} />`}</span>`;
+      })}
+      <input type="range" min="0" max=${frames.length - 1} step="1" value=${place} disabled=${busy} aria-label="Stage" aria-valuetext=${`stage ${shown?.stage + 1} of ${stages}`}
+        onInput=${(event) => (setPlaying(false), setPlace(Number(event.target.value)))} />
+    </div>
+    <div class="scrub">
+      <button type="button" class="quiet" id="play" disabled=${busy} aria-label="Play the stages" title="Play the stages" onClick=${() => (setPlace(0), setPlaying(true))}>▶</button>
+      <span class="count">Stage <b>${shown ? shown.stage + 1 : 0}</b> of ${stages}</span>
     </div>
   `;
 }
