@@ -21,7 +21,7 @@ from .engine.captures import graphs_run_on, obstacle
 from .engine.executor import ScheduleTables, checked_engine, checked_memory
 from .engine.memory import memory_errors, require_room
 from .errors import SettingError
-from .generate import StageOutput
+from .generate import StageOutput, all_finite
 from .guidance import Guidance, GuidanceLike
 from .methods.auto import Auto
 from .methods.method import Method, SelectionContext
@@ -311,11 +311,12 @@ class Pipeline:
             reset_peak(device)
             with torch.inference_mode():
                 generated = executor.run(request, timer, stage_done, decode)
+                finite = torch.stack([*generated.finite.values(), all_finite(generated.latent)])  # its scratch is free before the copies
             # What needs no result comes before the host waits. Copies are ordinary tensors, not inference tensors.
             pixels, latent = generated.pixels.clone(), generated.latent.clone()
             codes = copied([done.codes for done in done_stages if done.codes is not None])
             masks = tuple(mask_of(done, request.batch) for done in done_stages) if request.compute_mask else None
-            report = build_report(self, request, executor, generated, done_stages, timer)
+            report = build_report(self, request, executor, generated, finite, done_stages, timer)
         return Output(pixels, latent, codes, report, masks)
 
     def _executor(self, request: Request, warmup: bool, nested: bool) -> Executor:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .device import Timer, peak_memory
 from .engine.executor import Executor, Generated
@@ -72,16 +73,17 @@ class Report:
 
 @torch.inference_mode()
 def build_report(
-    pipe: Any, request: Request, executor: Executor, generated: Generated, done_stages: Sequence[StageOutput], timer: Timer
+    pipe: Any, request: Request, executor: Executor, generated: Generated, finite: Tensor, done_stages: Sequence[StageOutput], timer: Timer
 ) -> Report:
     """Returns the report of a request. The host waits for the device here and, unless a method asks, nowhere else.
+
+    finite: whether all numbers of each stage that ran, and of the latent, are finite; [stages + 1], on the device.
 
     Raises NonFiniteLogits if the network's output was not finite.
     """
     model, device, size = pipe.model, pipe.model.device, generated.pixels.shape
     dense, spent = costs(pipe.planning, model, request, generated.text_tokens, done_stages)
     means = {done.stage.index: to_double(done.counts).mean() for done in done_stages if done.counts is not None}
-    finite = torch.stack([*generated.finite.values(), generated.latent.isfinite().all()])
     peak, planned = peak_memory(device), pipe.reserved(request)
     numbers = torch.cat([to_double(finite), *(mean[None] for mean in means.values())]).tolist()
     checked = (*generated.finite, len(done_stages) - 1)

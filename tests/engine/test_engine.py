@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, report
+from nextscale import DropGuidance, FastVAR, Method, SkipStages, SparseVAR, StageVAR, pipeline, report
 from nextscale.device import Timer
 from nextscale.engine.buffers import TEXT_BUCKETS, StaticInputs, StaticRng, text_bucket
 from nextscale.engine.captures import obstacle
@@ -398,6 +398,25 @@ def test_nothing_is_counted_while_the_device_has_nothing_to_do(monkeypatch: pyte
         monkeypatch.setattr(owner, name, lambda *given, name=name, known=known: order.append(name) or known(*given))
     pipe(1, seed=0)
     assert order == ["cost", "cost", "peak_memory", "require_finite"]
+
+
+def test_the_latent_is_checked_before_the_output_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scratch of the check would add to the peak of a batch whose pixels, latent and codes are there twice."""
+    order: list[str] = []
+    pipe = random_pipeline(SPECS["var"])
+    latent = pipe(1, seed=0).latent.shape
+
+    def noted(name: str, known: Any) -> Any:
+        def run(tensor: Any, *more: Any) -> Any:
+            order.extend([name] if name == "codes" or tensor.shape == latent else [])
+            return known(tensor, *more)
+
+        return run
+
+    for owner, attribute, name in ((pipeline, "all_finite", "check"), (torch.Tensor, "clone", "latent"), (pipeline, "copied", "codes")):
+        monkeypatch.setattr(owner, attribute, noted(name, getattr(owner, attribute)))
+    pipe(1, seed=0)
+    assert order == ["check", "latent", "codes"]
 
 
 @pytest.mark.parametrize(("family", "skipped_graphs"), [("infinity", 0), ("var", 0), ("flexvar", 2)])
