@@ -170,8 +170,8 @@ def tiled(decoder: Decoder, x: Tensor, tile: int, warps: int) -> Tensor:
 
     norm, conv = decoder.norm_out, decoder.conv_out
     assert conv.bias is not None
-    with set_to(norm_conv, "TILE", tile):
-        return norm_conv.group_norm_silu_conv(x, norm.num_groups, norm.weight, norm.bias, norm.eps, conv.weight, conv.bias, warps=warps)
+    with set_to(norm_conv, "TILE", tile), set_to(norm_conv, "WARPS", warps):
+        return norm_conv.group_norm_silu_conv(x, norm.num_groups, norm.weight, norm.bias, norm.eps, conv.weight, conv.bias)
 
 
 def apart(norm: NormAct, conv: nn.Conv2d, x: Tensor) -> Tensor:

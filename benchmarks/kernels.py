@@ -1,11 +1,10 @@
 """The kernels alone: time, bytes per second, and the time of the same in plain torch.
 
-    python -m benchmarks.kernels [--out FILE] [--sweep] [NAME ...]
+    python -m benchmarks.kernels [--out FILE] [NAME ...]
 
 Sizes are those of infinity-2b at 1024 x 1024, guided: two rows; one image in the decoder. "mb" is what must be moved, every input once
 and every output once; "tb_s" that by the median time; "floor_ms" the least time at what a copy reaches on an H200. Memory is not flushed
-between runs except by the benchmark's own buffer, as triton.testing.do_bench does it. With --sweep every kernel whose warps can be chosen
-also runs with half and twice as many.
+between runs except by the benchmark's own buffer, as triton.testing.do_bench does it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from itertools import chain
 from typing import Any
 
@@ -41,7 +39,6 @@ class Case:
     bytes: int
     run: Callable[..., Any]
     reference: Callable[[], Any]
-    warps: int | None  # None where `run` does not take any
 
     @property
     def name(self) -> str:
@@ -70,7 +67,6 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
     from nextscale.kernels.reference import Int8Tokens
     from nextscale.kernels.restore import restore_tokens, restore_tokens_reference
     from nextscale.kernels.rotate import rotate_into_cache, rotate_into_cache_reference
-    from nextscale.kernels.shapes import warps_for
     from nextscale.kernels.topk import topk_indices_sorted, topk_indices_sorted_reference
 
     generator = torch.Generator(device).manual_seed(0)
@@ -78,7 +74,6 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    warps = warps_for(DIM)
     for side in SIDES:
         tokens = side * side
         x, update = normal(rows, tokens, DIM), normal(rows, tokens, DIM)
@@ -90,9 +85,7 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
         def case(
             kernel: Callable[..., Any], reference: Callable[..., Any], shape: tuple[int, ...], moved: int, *inputs: Any, **settings: Any
         ) -> Case:
-            plain = partial(reference, *inputs, **settings)
-            chosen = warps if "warps" in signature(kernel).parameters else None
-            return Case(kernel.__name__, shape, moved, partial(kernel, *inputs, **settings), plain, chosen)
+            return Case(kernel.__name__, shape, moved, partial(kernel, *inputs, **settings), partial(reference, *inputs, **settings))
 
         shape = (rows, tokens, DIM)
         yield case(norm_modulate, norm_modulate_reference, shape, 2 * whole, x, scale, shift)
@@ -128,29 +121,27 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
 def decoder_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
     """In channels-last layout. The group norm has to read its input twice; numbers that are added to in place grow from run to run."""
     from nextscale.kernels.bias_residual import add_bias_residual_, add_bias_residual_reference
-    from nextscale.kernels.group_norm import WARPS, group_norm_silu, group_norm_silu_reference
-    from nextscale.kernels.norm_conv import WARPS as CONV_WARPS
+    from nextscale.kernels.group_norm import group_norm_silu, group_norm_silu_reference
     from nextscale.kernels.norm_conv import group_norm_silu_conv, group_norm_silu_conv_reference
-    from nextscale.kernels.shapes import warps_for
-    from nextscale.kernels.upsample import TILE, upsample_nearest, upsample_nearest_reference
+    from nextscale.kernels.upsample import upsample_nearest, upsample_nearest_reference
 
     for channels, side in MAPS:
         x, residual = torch.randn(2, 1, channels, side, side, device=device, dtype=dtype)
         x, residual = (image.contiguous(memory_format=torch.channels_last) for image in (x, residual))
         weight, bias, shift = torch.randn(3, channels, device=device, dtype=dtype)
-        for kernel, reference, inputs, maps, warps in (
-            (group_norm_silu, group_norm_silu_reference, (x, 32, weight, bias, 1e-6, shift), 3, WARPS),
-            (add_bias_residual_, add_bias_residual_reference, (x, bias, residual), 3, warps_for(TILE)),
-            (upsample_nearest, upsample_nearest_reference, (x,), 5, warps_for(TILE)),
+        for kernel, reference, inputs, maps in (
+            (group_norm_silu, group_norm_silu_reference, (x, 32, weight, bias, 1e-6, shift), 3),
+            (add_bias_residual_, add_bias_residual_reference, (x, bias, residual), 3),
+            (upsample_nearest, upsample_nearest_reference, (x,), 5),
         ):
-            yield Case(kernel.__name__, tuple(x.shape), maps * size(x), partial(kernel, *inputs), partial(reference, *inputs), warps)
+            yield Case(kernel.__name__, tuple(x.shape), maps * size(x), partial(kernel, *inputs), partial(reference, *inputs))
     for channels, side in LAST_MAPS:
         x = torch.randn(1, channels, side, side, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
         weight, bias = torch.randn(2, channels, device=device, dtype=dtype)
         last = torch.randn(3, channels, 3, 3, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
         inputs = (x, 32, weight, bias, 1e-6, last, bias[:3])
         both = partial(group_norm_silu_conv, *inputs), partial(group_norm_silu_conv_reference, *inputs)
-        yield Case("group_norm_silu_conv", tuple(x.shape), 2 * size(x), *both, CONV_WARPS)
+        yield Case("group_norm_silu_conv", tuple(x.shape), 2 * size(x), *both)
 
 
 def milliseconds(run: Callable[[], Any]) -> dict[str, float]:
@@ -160,7 +151,7 @@ def milliseconds(run: Callable[[], Any]) -> dict[str, float]:
     return {"median_ms": round(median, 5), "p20_ms": round(p20, 5), "p80_ms": round(p80, 5)}
 
 
-def timed(case: Case, sweep: bool) -> dict[str, Any]:
+def timed(case: Case) -> dict[str, Any]:
     found = milliseconds(case.run)
     row: dict[str, Any] = {
         **found,
@@ -170,28 +161,25 @@ def timed(case: Case, sweep: bool) -> dict[str, Any]:
         "reference": milliseconds(case.reference),
     }
     row["speedup"] = round(row["reference"]["median_ms"] / found["median_ms"], 2)
-    if sweep and case.warps is not None:
-        row["warps"] = {warps: milliseconds(partial(case.run, warps=warps))["median_ms"] for warps in (case.warps // 2, 2 * case.warps)}
     return row
 
 
-def rows(names: Sequence[str], sweep: bool) -> Iterator[Row]:
+def rows(names: Sequence[str]) -> Iterator[Row]:
     """Rows of the kernels with these names; of all where none is given."""
     for case in chain(cases("cuda", torch.bfloat16), decoder_cases("cuda", torch.bfloat16)):
         if names and case.kernel not in names:
             continue
         config = {"case": case.name, "kernel": case.kernel, "shape": list(case.shape), "dtype": "bfloat16", "quality": None}
-        yield measure("kernels", config, partial(timed, case, sweep))
+        yield measure("kernels", config, partial(timed, case))
 
 
 @torch.inference_mode()
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="kernels, such as norm_modulate; default: all")
-    parser.add_argument("--sweep", action="store_true", help="also with half and twice the warps")
     args = parser.parse_args()
     require_gpu(parser, "kernels are measured")
-    record(rows(args.names, args.sweep), args.out)
+    record(rows(args.names), args.out)
 
 
 if __name__ == "__main__":

@@ -74,9 +74,7 @@ def add_bias_residual_sums_kernel(
     tl.store(out + CHANNELS, tl.sum(second, axis=0))
 
 
-def add_bias_residual_(
-    x: Tensor, bias: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None, *, warps: int | None = None
-) -> Tensor:
+def add_bias_residual_(x: Tensor, bias: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Tensor:
     """x + bias + residual + residual_bias, written into x; images [B, C, H, W] in channels-last layout, biases [C]."""
     images, channels, pixels = image_sizes(x)
     require_fitting(x, bias, residual, residual_bias)
@@ -84,12 +82,12 @@ def add_bias_residual_(
     with torch.cuda.device_of(x):
         add_bias_residual_kernel[triton.cdiv(images * pixels, tile_pixels), channels // block](
             x, bias, residual, residual_bias, images * pixels, ADDED=residual is not None, BIASED=residual_bias is not None,
-            CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, num_warps=warps or warps_for(tile_pixels * block),
+            CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, num_warps=warps_for(tile_pixels * block),
         )  # fmt: skip
     return x
 
 
-def add_bias_residual_sums_(x: Tensor, bias: Tensor, residual: Tensor, residual_bias: Tensor | None = None, *, warps: int = WARPS) -> Sums:
+def add_bias_residual_sums_(x: Tensor, bias: Tensor, residual: Tensor, residual_bias: Tensor | None = None) -> Sums:
     """Writes x + bias + residual + residual_bias into x, and returns what a group norm of it has to know."""
     images, channels, pixels = image_sizes(x)
     require_fitting(x, bias, residual, residual_bias)
@@ -99,7 +97,7 @@ def add_bias_residual_sums_(x: Tensor, bias: Tensor, residual: Tensor, residual_
     with torch.cuda.device_of(x):
         add_bias_residual_sums_kernel[images, shares, channels // block](
             x, bias, residual, residual_bias, pivot, parts, pixels, share, shares, BIASED=residual_bias is not None,
-            CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, STAGES=STAGES, num_warps=warps,
+            CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
     return Sums(pivot, parts)
 

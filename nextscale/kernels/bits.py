@@ -36,7 +36,7 @@ def sample_bits_kernel(logits_ptr, noise_ptr, bits_ptr, count, unlikely, FILTERE
     tl.store(bits_ptr + entry, bit.to(tl.int64), mask=entry < count)
 
 
-def sample_bits(logits: Tensor, noise: Tensor, top_p: float = 0.0, *, warps: int = 4) -> Tensor:
+def sample_bits(logits: Tensor, noise: Tensor, top_p: float = 0.0) -> Tensor:
     """Bits [...], 0 or 1 in int64, of float32 logits [..., 2] with unit exponential noise of the same shape: the choices of
     sampling.filter_logits and sampling.sample.
 
@@ -47,7 +47,7 @@ def sample_bits(logits: Tensor, noise: Tensor, top_p: float = 0.0, *, warps: int
     with torch.cuda.device_of(logits):
         sample_bits_kernel[(triton.cdiv(bits.numel(), BLOCK),)](
             logits, noise, bits, bits.numel(), 1 - top_p, FILTERED=top_p != 0, GPU=logits.is_cuda, BLOCK=BLOCK,
-            num_warps=warps, enable_fp_fusion=False,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return bits
 

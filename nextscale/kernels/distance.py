@@ -71,7 +71,7 @@ def mean_over_tokens_reference(x: Tensor) -> Tensor:
     return x.mean(dim=1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
-def distance_from_mean(x: Tensor, mean: Tensor, *, warps: int | None = None) -> Tensor:
+def distance_from_mean(x: Tensor, mean: Tensor) -> Tensor:
     """Distance of every token of x [R, N, C] from mean [R, 1, C]: [R, N], float32."""
     rows, tokens, channels = x.shape
     x, mean = dense_channels(x), per_row(mean.float(), rows, channels)
@@ -80,7 +80,7 @@ def distance_from_mean(x: Tensor, mean: Tensor, *, warps: int | None = None) -> 
     with torch.cuda.device_of(x):
         distance_from_mean_kernel[tokens, rows](
             x, mean, out, tokens, x.stride(0), x.stride(1), mean.stride(0),
-            CHANNELS=channels, BLOCK=block, num_warps=warps or warps_for(block),
+            CHANNELS=channels, BLOCK=block, num_warps=warps_for(block),
         )  # fmt: skip
     return out
 

@@ -124,14 +124,12 @@ def group_norm_silu(
     eps: float,
     shift: Tensor | None = None,
     sums: Sums | None = None,
-    *,
-    warps: int = WARPS,
 ) -> Tensor:
     """silu(group_norm(x)) of x [B, C, H, W] in channels-last layout, which the result has too. Rounded once, where torch rounds twice.
 
     With a shift [C], such as the bias of the convolution before, of x + shift: no pass more. With the sums of x a pass less.
     """
-    return centred_silu(x, *mean_and_scale(x, groups, weight, eps, shift, sums, warps=warps), bias, warps=warps)
+    return centred_silu(x, *mean_and_scale(x, groups, weight, eps, shift, sums), bias)
 
 
 def share_sizes(images: int, channels: int, pixels: int) -> tuple[int, int, int, int]:
@@ -142,26 +140,26 @@ def share_sizes(images: int, channels: int, pixels: int) -> tuple[int, int, int,
     return tile_pixels, block, share, triton.cdiv(pixels, share)
 
 
-def channel_sums(x: Tensor, *, warps: int = WARPS) -> Sums:
+def channel_sums(x: Tensor) -> Sums:
     images, channels, total = image_sizes(x)
     tile_pixels, block, share, shares = share_sizes(images, channels, total)
     parts = torch.empty(images, shares, 2, channels, dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         mean_and_scale_sums_kernel[images, shares, channels // block](
             x, parts, total, share, shares,
-            CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, STAGES=STAGES, num_warps=warps,
+            CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
     return Sums(x[:, :, 0, 0], parts)
 
 
 def mean_and_scale(
-    x: Tensor, groups: int, weight: Tensor, eps: float, shift: Tensor | None = None, sums: Sums | None = None, *, warps: int = WARPS
+    x: Tensor, groups: int, weight: Tensor, eps: float, shift: Tensor | None = None, sums: Sums | None = None
 ) -> tuple[Tensor, Tensor]:
     """What the norm of x + shift takes from the channels of x of every image and what it multiplies them by then, [B, C] float32 each."""
     images, channels, total = image_sizes(x)
     if shift is not None:
         require_shape("shift", shift, channels)
-    pivot, parts = channel_sums(x, warps=warps) if sums is None else sums
+    pivot, parts = channel_sums(x) if sums is None else sums
     require_shape("sums", parts, images, parts.shape[1], 2, channels)
     mean, scale = (torch.empty(images, channels, dtype=torch.float32, device=x.device) for _ in range(2))
     members = channels // groups
@@ -173,14 +171,14 @@ def mean_and_scale(
     return mean, scale
 
 
-def centred_silu(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor, *, warps: int = WARPS) -> Tensor:
+def centred_silu(x: Tensor, mean: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
     """silu((x - mean) * scale + bias) of x [B, C, H, W] in channels-last layout; mean and scale [B, C] float32, bias [C]."""
     images, channels, total = image_sizes(x)
     tile_pixels, block = tile_sizes(channels, total, TILE)
     out = torch.empty_like(x, memory_format=torch.channels_last)
     with torch.cuda.device_of(x):
         centred_silu_kernel[triton.cdiv(total, tile_pixels), images, channels // block](
-            x, mean, scale, bias, out, total, CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, num_warps=warps
+            x, mean, scale, bias, out, total, CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, num_warps=WARPS
         )
     return out
 

@@ -76,7 +76,7 @@ def dequantize_tokens_kernel(
     restored(value_numbers_ptr + store, value_scales_ptr + scales, values_ptr + target, place, head, inside, HEADS)
 
 
-def quantize_tokens(keys: Tensor, values: Tensor, start: int | Tensor, new: int, store: Int8Tokens, *, warps: int | None = None) -> None:
+def quantize_tokens(keys: Tensor, values: Tensor, start: int | Tensor, new: int, store: Int8Tokens) -> None:
     """Writes entries `start` to `start + new` of every row of keys and values [R, T, H, D] to the same places of a store.
 
     start: a number, or one per row [R]. The store may have room for more or fewer tokens than T.
@@ -89,11 +89,11 @@ def quantize_tokens(keys: Tensor, values: Tensor, start: int | Tensor, new: int,
             keys, values, starts, *store, 0 if starts is not None else start,
             *keys.stride()[:2], *store.keys.stride()[:2], *store.key_scales.stride()[:2],
             RAGGED=starts is not None, HEADS=heads, HEAD_DIM=head_dim, HEAD_BLOCK=head_block, CHANNEL_BLOCK=channel_block,
-            MOST=float(INT8_MAX), LEAST=MIN_SCALE, num_warps=warps or warps_for(head_block * channel_block),
+            MOST=float(INT8_MAX), LEAST=MIN_SCALE, num_warps=warps_for(head_block * channel_block),
         )  # fmt: skip
 
 
-def dequantize_tokens(store: Int8Tokens, keys: Tensor, values: Tensor, *, warps: int | None = None) -> None:
+def dequantize_tokens(store: Int8Tokens, keys: Tensor, values: Tensor) -> None:
     """Writes the first T tokens of a store, times their scales, to keys and values [R, T, H, D]."""
     rows, tokens, heads, head_dim = keys.shape
     if not tokens:
@@ -103,5 +103,5 @@ def dequantize_tokens(store: Int8Tokens, keys: Tensor, values: Tensor, *, warps:
         dequantize_tokens_kernel[tokens, rows](
             keys, values, *store, *keys.stride()[:2], *store.keys.stride()[:2], *store.key_scales.stride()[:2],
             HEADS=heads, HEAD_DIM=head_dim, HEAD_BLOCK=head_block, CHANNEL_BLOCK=channel_block,
-            num_warps=warps or warps_for(head_block * channel_block),
+            num_warps=warps_for(head_block * channel_block),
         )  # fmt: skip

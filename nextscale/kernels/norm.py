@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -71,7 +73,6 @@ def norm_modulate(
     image: Tensor | None = None,
     dtype: torch.dtype | None = None,
     e4m3_scale: float | None = None,
-    warps: int | None = None,
 ) -> Tensor:
     """layer_norm(x) * scale + shift for x [R, N, C], or for its tokens at `index` [R, K] only, which are then gathered on the way.
 
@@ -80,7 +81,7 @@ def norm_modulate(
     centred: False is a root-mean-square norm. dtype: of the result, that of x by default; with `e4m3_scale` the result is divided by it and
     rounded to e4m3.
     """
-    return launch(x, index, None, None, scale, shift, centred, image, dtype, e4m3_scale, warps)[1]
+    return launch(x, index, None, None, scale, shift, centred, image, dtype, e4m3_scale)[1]
 
 
 def residual_norm_modulate(
@@ -93,19 +94,18 @@ def residual_norm_modulate(
     centred: bool = True,
     image: Tensor | None = None,
     e4m3_scale: float | None = None,
-    warps: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """x + gate * update, and its layer norm times scale plus shift: [R, N, C] each.
 
     gate, scale and shift are [R, 1, C] or [C]; no gate is a gate of 1. All else as in `norm_modulate`.
     """
     require_shape("update", update, *x.shape)
-    return launch(x, None, gate, dense_channels(update), scale, shift, centred, image, None, e4m3_scale, warps)
+    return launch(x, None, gate, dense_channels(update), scale, shift, centred, image, None, e4m3_scale)
 
 
 def launch(
     x: Tensor, index: Tensor | None, gate: Tensor | None, update: Tensor | None, scale: Tensor | None, shift: Tensor | None,
-    centred: bool, image: Tensor | None, dtype: torch.dtype | None, e4m3_scale: float | None, warps: int | None,
+    centred: bool, image: Tensor | None, dtype: torch.dtype | None, e4m3_scale: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns the sum, or x if there is no update, and the result."""
     rows, tokens, channels = x.shape
@@ -126,7 +126,7 @@ def launch(
             NORM_EPS, 1 / (e4m3_scale or 1.0),
             INDEXED=index is not None, PACKED=image is not None, UPDATED=update is not None, GATED=gate is not None,
             SCALED=scale is not None, SHIFTED=shift is not None, CENTRED=centred, QUANTIZED=e4m3_scale is not None,
-            CHANNELS=channels, BLOCK=block, num_warps=warps or warps_for(block),
+            CHANNELS=channels, BLOCK=block, num_warps=warps_for(block),
         )  # fmt: skip
     return x if total is None else total, out
 
@@ -177,16 +177,8 @@ def norm_modulate_reference(
 
 
 def residual_norm_modulate_reference(
-    x: Tensor,
-    gate: Tensor | None,
-    update: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    *,
-    centred: bool = True,
-    image: Tensor | None = None,
-    e4m3_scale: float | None = None,
+    x: Tensor, gate: Tensor | None, update: Tensor, scale: Tensor | None, shift: Tensor | None, **settings: Any
 ) -> tuple[Tensor, Tensor]:
-    gate = of_tokens(gate, x.shape[0], image)
+    gate = of_tokens(gate, x.shape[0], settings.get("image"))
     total = x + update if gate is None else torch.addcmul(x, gate, update)
-    return total, norm_modulate_reference(total, scale, shift, centred=centred, image=image, e4m3_scale=e4m3_scale)
+    return total, norm_modulate_reference(total, scale, shift, **settings)

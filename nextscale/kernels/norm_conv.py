@@ -86,8 +86,6 @@ def group_norm_silu_conv(
     weight: Tensor,
     bias: Tensor,
     sums: Sums | None = None,
-    *,
-    warps: int = WARPS,
 ) -> Tensor:
     """conv2d(silu(group_norm(x)), weight, bias, padding=1) of x [B, C, H, W] in channels-last layout, which the result has too; weight
     [O, C, 3, 3] of at most 256 channels to at most 4. What is normalised is rounded to the dtype of x, the result is in float32.
@@ -108,7 +106,7 @@ def group_norm_silu_conv(
     with torch.cuda.device_of(x):
         group_norm_silu_conv_kernel[segments, triton.cdiv(height, rows), images](
             x, mean, scale, norm_bias, weight, bias, out, height, width, rows, *weight.stride(),
-            CHANNELS=channels, OUT=out_channels, COLUMNS=columns, BLOCK=block, STAGES=STAGES, num_warps=warps,
+            CHANNELS=channels, OUT=out_channels, COLUMNS=columns, BLOCK=block, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
     return out
 

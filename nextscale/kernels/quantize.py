@@ -41,32 +41,32 @@ def quantize_kernel(
     tl.store(out_ptr + token[:, None] * CHANNELS + channel[None, :], y, mask=inside)
 
 
-def launch(x: Tensor, scale: float, channels: int, gelu: bool, gated: bool, dtype: torch.dtype, warps: int | None) -> Tensor:
+def launch(x: Tensor, scale: float, channels: int, gelu: bool, gated: bool) -> Tensor:
     flat = dense_channels(x).reshape(-1, x.shape[-1])
-    out = torch.empty(flat.shape[0], channels, dtype=dtype, device=x.device)
+    out = torch.empty(flat.shape[0], channels, dtype=E4M3, device=x.device)
     block = min(power_of_two(channels), TILE)
     together = max(min(TILE // block, power_of_two(flat.shape[0])), 1)
     with torch.cuda.device_of(x):
         quantize_kernel[triton.cdiv(flat.shape[0], together), triton.cdiv(channels, block)](
             flat, out, flat.shape[0], flat.stride(0), 1 / scale,
-            GELU=gelu, GATED=gated, CHANNELS=channels, TOKENS=together, BLOCK=block, num_warps=warps or warps_for(together * block),
+            GELU=gelu, GATED=gated, CHANNELS=channels, TOKENS=together, BLOCK=block, num_warps=warps_for(together * block),
         )  # fmt: skip
     return out.view(*x.shape[:-1], channels)
 
 
-def round_to_e4m3(x: Tensor, scale: float, *, dtype: torch.dtype = E4M3, warps: int | None = None) -> Tensor:
+def round_to_e4m3(x: Tensor, scale: float) -> Tensor:
     """x [..., C] / scale in e4m3; beyond its range the largest number."""
-    return launch(x, scale, x.shape[-1], False, False, dtype, warps)
+    return launch(x, scale, x.shape[-1], False, False)
 
 
-def gelu_to_e4m3(x: Tensor, scale: float, *, dtype: torch.dtype = E4M3, warps: int | None = None) -> Tensor:
+def gelu_to_e4m3(x: Tensor, scale: float) -> Tensor:
     """gelu(x) / scale in e4m3, by gelu's tanh formula."""
-    return launch(x, scale, x.shape[-1], True, False, dtype, warps)
+    return launch(x, scale, x.shape[-1], True, False)
 
 
-def silu_to_e4m3(x: Tensor, scale: float, *, dtype: torch.dtype = E4M3, warps: int | None = None) -> Tensor:
+def silu_to_e4m3(x: Tensor, scale: float) -> Tensor:
     """silu(gate) * up / scale in e4m3 [..., C] for x [..., 2 * C], where gate and up lie side by side."""
-    return launch(x, scale, x.shape[-1] // 2, False, True, dtype, warps)
+    return launch(x, scale, x.shape[-1] // 2, False, True)
 
 
 def round_to_e4m3_reference(x: Tensor, scale: float) -> Tensor:

@@ -83,7 +83,6 @@ def restore_tokens(
     base: Tensor | None = None,
     gate: Tensor | None = None,
     cells: Tensor | None = None,
-    warps: int | None = None,
 ) -> Tensor:
     """memory [R, h * w, C] of a grid `size`, area-resized to `grid`, with fresh [R, K, C] in its place at `index` [R, K].
 
@@ -115,7 +114,7 @@ def restore_tokens(
             0 if gate is None else gate.stride(0),
             BASED=base is not None, GATED=gate is not None, CELLS=cells is not None, STEPS=(grid[0] * grid[1]).bit_length(),
             TALLEST=widest_window(size[0], grid[0]), WIDEST=widest_window(size[1], grid[1]), CHANNELS=channels, BLOCK=block,
-            num_warps=warps or warps_for(block),
+            num_warps=warps_for(block),
         )  # fmt: skip
     return out
 

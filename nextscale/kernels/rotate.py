@@ -82,7 +82,6 @@ def rotate_into_cache(
     start: int | Tensor,
     *,
     packed: tuple[Tensor, Tensor, Tensor] | None = None,
-    warps: int | None = None,
 ) -> Tensor:
     """Queries [R, N, H, D] of qkv [R, N, 3, H, D]; keys and values go to tokens `start` to `start + N` of keys, values [R, T, H, D].
 
@@ -125,7 +124,7 @@ def rotate_into_cache(
             NORMALISED=temperature is not None, TURNED=table is not None, INDEXED=index is not None, RAGGED=starts is not None,
             PACKED=packed is not None, EPS=MIN_SQUARE,
             HEADS=heads, HEAD_DIM=head_dim, HEAD_BLOCK=head_block, CHANNEL_BLOCK=channel_block,
-            num_warps=warps or warps_for(head_block * channel_block),
+            num_warps=warps_for(head_block * channel_block),
         )  # fmt: skip
     return q
 

@@ -29,7 +29,7 @@ def upsample_nearest_kernel(x_ptr, out_ptr, width, CHANNELS: tl.constexpr, PIXEL
             tl.store(out + (down * 2 * width + right) * CHANNELS, x, mask=inside)
 
 
-def upsample_nearest(x: Tensor, *, warps: int | None = None) -> Tensor:
+def upsample_nearest(x: Tensor) -> Tensor:
     """Every pixel of x [B, C, H, W] as two by two; in channels-last layout both."""
     images, channels, _ = image_sizes(x)
     height, width = x.shape[2:]
@@ -37,7 +37,7 @@ def upsample_nearest(x: Tensor, *, warps: int | None = None) -> Tensor:
     out = torch.empty((images, channels, 2 * height, 2 * width), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     with torch.cuda.device_of(x):
         upsample_nearest_kernel[images * height, triton.cdiv(width, tile_pixels), channels // block](
-            x, out, width, CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, num_warps=warps or warps_for(tile_pixels * block)
+            x, out, width, CHANNELS=channels, PIXELS=tile_pixels, BLOCK=block, num_warps=warps_for(tile_pixels * block)
         )
     return out
 

@@ -75,15 +75,19 @@ def test_all_notebooks_are_known_and_stored_without_outputs() -> None:
         assert all(cell.outputs == [] and cell.execution_count is None for cell in notebook.cells if cell.cell_type == "code")
 
 
-@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_notebooks_run(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notebooks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one kernel, which forgets all names before each."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    notebook = nbformat.read(file, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
-    shown = str([cell.outputs for cell in notebook.cells if cell.cell_type == "code"])
-    assert all(text in shown for text in EXPECTED[file.stem])
+    joined = nbformat.v4.new_notebook()
+    parts = {file.stem: [cell for cell in nbformat.read(file, as_version=4).cells if cell.cell_type == "code"] for file in NOTEBOOKS}
+    for cells in parts.values():
+        joined.cells += [nbformat.v4.new_code_cell("%reset -f"), *cells]
+    nbclient.NotebookClient(joined, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
+    for name, cells in parts.items():
+        shown = str([cell.outputs for cell in cells])
+        assert [text for text in EXPECTED[name] if text not in shown] == []

@@ -25,6 +25,7 @@ from nextscale.batching.ray_cluster import LOCAL, RaySettings, connected
 from nextscale.device import hardware_name
 from nextscale.errors import NextscaleError, SettingError
 from nextscale.loading.load import random_pipeline
+from nextscale.offline import ray as offline_ray
 from nextscale.offline.lock import working_folder
 from nextscale.offline.manifest import read_manifest
 from nextscale.offline.ray import sample_on_ray
@@ -106,12 +107,15 @@ def test_an_actor_killed_in_the_middle_is_restarted_and_changes_nothing(workers:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_what_is_there_is_not_made_again(tmp_path: Path) -> None:
+def test_what_is_there_is_not_made_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nor does Ray warn, as it does of arguments that are going to be removed, and of actors that may not start again."""
     whole = undisturbed(tmp_path / "whole")
     undisturbed(tmp_path / "out")
     (tmp_path / "out" / BATCHES[3].pictures[0].file).unlink()
     counted: list[int] = []
+    capfd.readouterr()
     done = on_ray(tmp_path / "out", counted.append)
+    assert capfd.readouterr().err == ""
     assert (done.written, done.there, counted) == (1, 9, [9, 1])
     assert contents(tmp_path / "out") == whole
     assert len(read_manifest(tmp_path / "out" / "manifest.jsonl")) == 10
@@ -123,20 +127,14 @@ def test_without_gpus_there_is_one_worker() -> None:
     assert RaySettings().count(ray) == 1 and RaySettings(workers=3).count(ray) == 3
 
 
-@pytest.mark.usefixtures("cluster")
-def test_ray_has_nothing_to_warn_of(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It does of arguments that are going to be removed, and of actors that may not start again."""
-    assert on_ray(tmp_path).written == 10
-    assert capfd.readouterr().err == ""
-
-
 def dying_pipeline() -> Pipeline:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
 
 @pytest.mark.usefixtures("cluster")
-def test_an_actor_that_always_dies_ends_the_run(tmp_path: Path) -> None:
+def test_an_actor_that_always_dies_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offline_ray, "RETRIES", 1)  # each starts a process anew
     with working_folder(tmp_path, Shard()) as work:
         store = Store(tmp_path, work, Shard(), {"model": SPEC.name}, {})
         with pytest.raises(NextscaleError, match="^a Ray actor failed: "):
