@@ -65,9 +65,14 @@ class Mismatch:
 
 def published_tensors(module: nn.Module, layout: Layout) -> dict[str, PublishedTensor]:
     """Returns the place of every published tensor of `module` (which may be on the meta device) by its key."""
+    return published_places({name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}, layout)
+
+
+def published_places(shapes: Mapping[str, Shape], layout: Layout) -> dict[str, PublishedTensor]:
+    """Returns the place of every published tensor by its key, from the names and shapes of our parameters."""
     found: dict[str, PublishedTensor] = {}
-    for parameter, tensor in module.state_dict().items():
-        for key, place in _published(parameter, tuple(tensor.shape), layout):
+    for parameter, shape in shapes.items():
+        for key, place in _published(parameter, shape, layout):
             if key in found:
                 raise ValueError(f"The layout names both {found[key].parameter} and {parameter} {key!r}; published keys must be unique.")
             found[key] = place

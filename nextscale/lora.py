@@ -1,0 +1,214 @@
+"""LoRA adapters of a pipeline, fused into the weights in place, so that captured CUDA graphs stay valid."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .checkpoints import open_checkpoint
+from .checkpoints.adapters import AdapterFile, LowRank, published_module, read_adapter, underscored
+from .checkpoints.layout import PublishedTensor, published_places
+from .errors import CheckpointError, SettingError
+from .models.base import NextScaleModel
+from .models.quantization import QuantizedLinear
+from .serialization import listed
+from .validation import is_finite, require
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True)
+class AppliedLora:
+    """An adapter that is part of the weights."""
+
+    name: str
+    scale: float
+    sha256: str  # of its file
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """A low-rank update of some rows of a layer's weight."""
+
+    rows: slice
+    low_rank: LowRank
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    name: str
+    sha256: str
+    updates: dict[str, tuple[Update, ...]]  # by the name of the layer
+
+
+class Loras:
+    """The adapters of one model, and the weights without them.
+
+    Weights are computed from pristine copies in host memory, never from fused ones, so that the same scales always give the same bits and
+    no adapters give the base. weights: the file of the base; quantized layers are quantized again from it.
+    """
+
+    def __init__(self, model: NextScaleModel, weights: Path | None = None) -> None:
+        self.model, self.weights = model, weights
+        self.default: dict[str, float] = {}  # scales of calls that do not name adapters
+        self._adapters: dict[str, Adapter] = {}
+        self._applied: dict[str, float] = {}
+        self._pristine: dict[str, dict[str, Tensor]] = {}  # tensors of a layer by its name, on the host
+        self._base: dict[str, Tensor] = {}  # weights of quantized layers before they were quantized, on the host
+
+    def __bool__(self) -> bool:
+        return bool(self._adapters)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._adapters)
+
+    @property
+    def applied(self) -> tuple[AppliedLora, ...]:
+        return tuple(AppliedLora(name, scale, self._adapters[name].sha256) for name, scale in self._applied.items())
+
+    def add(self, file: AdapterFile, name: str) -> None:
+        """Adds an adapter without applying it. Raises CheckpointError, and changes nothing, unless every module of the file fits."""
+        require(isinstance(name, str) and NAME.fullmatch(name), "name", "1 to 64 letters, digits, '.', '_' or '-'", name)
+        require(name not in self._adapters, "name", "free; unload that adapter first", name)
+        adapter = Adapter(name, file.sha256, fitted(self.model, file))
+        for layer in adapter.updates:
+            self._keep(layer)
+        self._adapters[name] = adapter
+
+    def remove(self, name: str) -> None:
+        """Removes an adapter. The weights are as if it had never been loaded."""
+        self.checked({name: 1.0})
+        self.default.pop(name, None)
+        self.apply({other: scale for other, scale in self._applied.items() if other != name})
+        del self._adapters[name]
+        used = {layer for adapter in self._adapters.values() for layer in adapter.updates}
+        for kept in (self._pristine, self._base):
+            for layer in kept.keys() - used:
+                del kept[layer]
+
+    def checked(self, scales: Mapping[str, float]) -> dict[str, float]:
+        """Returns scales other than 0, sorted by name. Raises SettingError for unknown adapters and for scales that are not numbers."""
+        require(isinstance(scales, Mapping), "lora", 'a mapping such as {"ink": 0.8}', scales)
+        for name, scale in scales.items():
+            require(name in self._adapters, "lora", f"one of the loaded adapters ({listed(self.names) or 'none'})", name)
+            require(is_finite(scale), f"scale of {name}", "a finite number", scale)
+        return {name: float(scales[name]) for name in sorted(scales) if scales[name] != 0}
+
+    @torch.no_grad()
+    def apply(self, scales: Mapping[str, float]) -> None:
+        """Makes the weights those of the base plus these adapters. Layers that no changed adapter touches stay as they are."""
+        wanted = self.checked(scales)
+        changed = {name for name in {*wanted, *self._applied} if wanted.get(name) != self._applied.get(name)}
+        for layer in sorted({layer for name in changed for layer in self._adapters[name].updates}):
+            updates = [(scale, update) for name, scale in wanted.items() for update in self._adapters[name].updates.get(layer, ())]
+            self._write(layer, updates)
+        self._applied = wanted
+
+    @contextmanager
+    def removed(self) -> Iterator[None]:
+        """Puts the base weights back for a while. They may move or be cast meanwhile."""
+        applied = self._applied
+        self.apply({})
+        try:
+            yield
+        finally:
+            for layer in self._pristine:
+                self._keep(layer, again=True)
+            self._base.clear()
+            self.apply(applied)
+
+    def _keep(self, layer: str, again: bool = False) -> None:
+        if again or layer not in self._pristine:
+            module = self.model.get_submodule(layer)
+            self._pristine[layer] = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors_of(module).items()}
+
+    def _write(self, layer: str, updates: list[tuple[float, Update]]) -> None:
+        module, pristine = self.model.get_submodule(layer), self._pristine[layer]
+        if not updates:
+            for name, tensor in tensors_of(module).items():
+                tensor.copy_(pristine[name])
+        elif isinstance(module, QuantizedLinear):
+            weight = updated(self._base_weight(layer).to(self.model.device), updates)
+            scale = getattr(module, "input_scale", 1.0)  # captured graphs have it as a number
+            for name, tensor in tensors_of(type(module).of(weight.to(self.model.dtype), None, scale)).items():
+                tensors_of(module)[name].copy_(tensor)
+        else:
+            weight = module.get_parameter("weight")
+            weight.copy_(updated(pristine["weight"].to(weight.device), updates))
+
+    def _base_weight(self, layer: str) -> Tensor:
+        """Returns the weight of a quantized layer as it was before, from the file."""
+        if layer not in self._base:
+            if self.weights is None:
+                raise SettingError("adapters on quantized weights need the file of the base weights: load the model from a file.")
+            checkpoint = open_checkpoint(self.weights, self.model.layout)
+            places = {key: place for key, place in weights_of(self.model).items() if place.parameter == f"{layer}.weight"}
+            parts = dict(checkpoint.tensors(places))
+            ordered = sorted(places, key=lambda key: places[key].rows.start)
+            self._base[layer] = torch.cat([parts[key].reshape(-1, parts[key].shape[-1]) for key in ordered]).to(self.model.dtype)
+        return self._base[layer]
+
+
+def updated(base: Tensor, updates: list[tuple[float, Update]]) -> Tensor:
+    """Returns a weight [out, in] plus its updates, summed in float32."""
+    total = base.to(torch.float32, copy=True)
+    for scale, update in updates:
+        own, rows = update.low_rank, base[update.rows].float()
+        change = own.scale * (own.up.to(base.device) @ own.down.to(base.device))
+        if own.magnitude is not None:  # DoRA sets the norm of every row
+            turned = rows + change
+            change = turned * (own.magnitude.to(base.device) / turned.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny))[:, None] - rows
+        total[update.rows] += scale * change
+    return total
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the tensors of a layer that depend on its weight."""
+    return dict(module.named_buffers()) if isinstance(module, QuantizedLinear) else {"weight": module.get_parameter("weight")}
+
+
+def weights_of(model: NextScaleModel) -> dict[str, PublishedTensor]:
+    """Returns the places of the published weights of all linear layers, quantized ones as if they were not."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | QuantizedLinear)}
+    shapes = {f"{name}.weight": (module.out_features, module.in_features) for name, module in layers.items()}
+    return published_places(shapes, model.layout)
+
+
+def fitted(model: NextScaleModel, file: AdapterFile) -> dict[str, tuple[Update, ...]]:
+    """Returns the updates of a file by layer. Raises CheckpointError with all modules that the model does not have or that do not fit."""
+    places = {key.removesuffix(".weight"): place for key, place in weights_of(model).items()}
+    known, problems = underscored(places), list[str]()
+    updates: dict[str, list[Update]] = {}
+    for name, low_rank in file.modules.items():
+        module = published_module(name, known)
+        if module is None:
+            problems.append(f"{name} (unknown)")
+            continue
+        place = places[module]
+        fitting = low_rank.fitted(place.shape)
+        if fitting is None:
+            problems.append(f"{name} ({list(low_rank.down.shape)} and {list(low_rank.up.shape)} for a weight {list(place.shape)})")
+        else:
+            updates.setdefault(place.parameter.removesuffix(".weight"), []).append(Update(place.rows, fitting))
+    if problems:
+        raise CheckpointError(
+            f"{file.path} does not fit {model.family}: {len(problems)} of {len(file.modules)} modules: {listed(problems)}. "
+            f"Expected published names such as {listed(sorted(places)[:3])}. Nothing was applied."
+        )
+    return {layer: tuple(found) for layer, found in updates.items()}
+
+
+def scales_of(given: Any) -> dict[str, float] | None:
+    """Returns adapters and scales from a mapping, or from pairs as requests of the server hold them; None stays None."""
+    try:
+        return None if given is None else dict(given)
+    except (TypeError, ValueError):
+        raise SettingError(f'lora must be a mapping such as {{"ink": 0.8}}; got {given!r:.200}.') from None
