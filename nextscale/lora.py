@@ -7,20 +7,23 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .checkpoints import open_checkpoint
-from .checkpoints.adapters import AdapterFile, LowRank, published_module, read_adapter, underscored
+from .checkpoints.adapters import CONFIG, SINGLE_FILES, AdapterFile, LowRank, published_module, read_adapter, underscored
+from .checkpoints.hub import snapshot
 from .checkpoints.layout import PublishedTensor, published_places
 from .errors import CheckpointError, SettingError
+from .io import expanded
 from .models.base import NextScaleModel
 from .models.quantization import QuantizedLinear
 from .serialization import listed
 from .validation import is_finite, require
 
+ADAPTER_FILES = (CONFIG, *SINGLE_FILES)
+REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -74,20 +77,39 @@ class Loras:
     def applied(self) -> tuple[AppliedLora, ...]:
         return tuple(AppliedLora(name, scale, self._adapters[name].sha256) for name, scale in self._applied.items())
 
-    def add(self, file: AdapterFile, name: str) -> None:
-        """Adds an adapter without applying it. Raises CheckpointError, and changes nothing, unless every module of the file fits."""
-        require(isinstance(name, str) and NAME.fullmatch(name), "name", "1 to 64 letters, digits, '.', '_' or '-'", name)
-        require(name not in self._adapters, "name", "free; unload that adapter first", name)
+    def load(self, path: Path, name: str, scale: float, nested: bool) -> str:
+        """Reads an adapter and applies it beside the others. Changes nothing unless every module of the file fits."""
+        require(NAME.fullmatch(name), "name", "1 to 64 letters, digits, '.', '_' or '-'", name)
+        require(name not in self._adapters, "name", "free: unload that adapter first, or pass another name", name)
+        require(is_finite(scale), "scale", "a finite number", scale)
+        file = read_adapter(path)
         adapter = Adapter(name, file.sha256, fitted(self.model, file))
         for layer in adapter.updates:
             self._keep(layer)
         self._adapters[name] = adapter
+        try:
+            self.set(self.default | {name: scale}, nested)
+        except BaseException:
+            del self._adapters[name]
+            raise
+        return name
 
-    def remove(self, name: str) -> None:
-        """Removes an adapter. The weights are as if it had never been loaded."""
+    def set(self, scales: Mapping[str, float], nested: bool) -> None:
+        """Applies adapters to this and all further calls."""
+        self.use(scales, nested)
+        self.default = self._applied
+
+    def use(self, scales: Mapping[str, float] | None, nested: bool) -> None:
+        """Applies adapters to one call. nested: True inside another call, whose weights must not change."""
+        wanted = self.default if scales is None else self.checked(scales)
+        if wanted != self._applied:
+            require(not nested, "lora", "that of the call around `on_stage`", dict(wanted))
+            self.apply(wanted)
+
+    def remove(self, name: str, nested: bool) -> None:
+        """Forgets an adapter. The weights are as if it had never been loaded."""
         self.checked({name: 1.0})
-        self.default.pop(name, None)
-        self.apply({other: scale for other, scale in self._applied.items() if other != name})
+        self.set({other: scale for other, scale in self.default.items() if other != name}, nested)
         del self._adapters[name]
         used = {layer for adapter in self._adapters.values() for layer in adapter.updates}
         for kept in (self._pristine, self._base):
@@ -97,7 +119,7 @@ class Loras:
     def checked(self, scales: Mapping[str, float]) -> dict[str, float]:
         """Returns scales other than 0, sorted by name. Raises SettingError for unknown adapters and for scales that are not numbers."""
         require(isinstance(scales, Mapping), "lora", 'a mapping such as {"ink": 0.8}', scales)
-        for name, scale in scales.items():
+        for name, scale in dict(scales).items():
             require(name in self._adapters, "lora", f"one of the loaded adapters ({listed(self.names) or 'none'})", name)
             require(is_finite(scale), f"scale of {name}", "a finite number", scale)
         return {name: float(scales[name]) for name in sorted(scales) if scales[name] != 0}
@@ -107,9 +129,15 @@ class Loras:
         """Makes the weights those of the base plus these adapters. Layers that no changed adapter touches stay as they are."""
         wanted = self.checked(scales)
         changed = {name for name in {*wanted, *self._applied} if wanted.get(name) != self._applied.get(name)}
-        for layer in sorted({layer for name in changed for layer in self._adapters[name].updates}):
-            updates = [(scale, update) for name, scale in wanted.items() for update in self._adapters[name].updates.get(layer, ())]
-            self._write(layer, updates)
+        layers = sorted({layer for name in changed for layer in self._adapters[name].updates})
+        try:
+            for layer in layers:
+                self._write(layer, [(wanted[name], one) for name in wanted for one in self._adapters[name].updates.get(layer, ())])
+        except BaseException:
+            for layer in layers:
+                self._write(layer, [])
+            self._applied = {}
+            raise
         self._applied = wanted
 
     @contextmanager
@@ -165,7 +193,9 @@ def updated(base: Tensor, updates: list[tuple[float, Update]]) -> Tensor:
         change = own.scale * (own.up.to(base.device) @ own.down.to(base.device))
         if own.magnitude is not None:  # DoRA sets the norm of every row
             turned = rows + change
-            change = turned * (own.magnitude.to(base.device) / turned.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny))[:, None] - rows
+            change = (
+                turned * (own.magnitude.to(base.device) / turned.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny))[:, None] - rows
+            )
         total[update.rows] += scale * change
     return total
 
@@ -206,9 +236,7 @@ def fitted(model: NextScaleModel, file: AdapterFile) -> dict[str, tuple[Update, 
     return {layer: tuple(found) for layer, found in updates.items()}
 
 
-def scales_of(given: Any) -> dict[str, float] | None:
-    """Returns adapters and scales from a mapping, or from pairs as requests of the server hold them; None stays None."""
-    try:
-        return None if given is None else dict(given)
-    except (TypeError, ValueError):
-        raise SettingError(f'lora must be a mapping such as {{"ink": 0.8}}; got {given!r:.200}.') from None
+def find_adapter(source: str | Path) -> Path:
+    """Returns the path of an adapter; fetches it if `source` is the name of a repository on the hub."""
+    path = expanded(source)
+    return snapshot(str(source), ADAPTER_FILES) if not path.exists() and REPOSITORY.fullmatch(str(source)) else path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from .engine.memory import memory_errors, require_room
 from .errors import SettingError
 from .generate import StageOutput, all_finite
 from .guidance import Guidance, GuidanceLike
+from .lora import Loras, find_adapter
 from .methods.auto import Auto
 from .methods.method import Method, SelectionContext
 from .methods.registry import MethodLike, resolve_method
@@ -31,7 +32,7 @@ from .models.base import NextScaleModel
 from .output import Output, Preview, Stages, mask_of
 from .planning import Planner
 from .planning.memory import reserved_bytes
-from .profiles import Profile, require_own
+from .profiles import Profile, fingerprint, require_own
 from .report import build_report
 from .request import Request, Revise, SeedLike, as_prompts, build_request, read_prompts, resolve_seed
 from .sampling import Sampling
@@ -114,6 +115,7 @@ class Pipeline:
         self.method = Method()
         self.profiles = profiles
         self.partners = Partners()
+        self.loras = Loras(model)
 
     def __call__(
         self,
@@ -132,6 +134,7 @@ class Pipeline:
         prefix_codes: Sequence[Tensor] = (),
         decode: bool = True,
         warmup: bool = False,
+        lora: Mapping[str, float] | None = None,
         **sampling: Any,
     ) -> Output:
         """Generates one image per prompt, or per seed if there is one prompt and several seeds.
@@ -149,11 +152,13 @@ class Pipeline:
         prefix_codes: codes of the first stages, such as another call's, which are read and not generated.
         decode: False leaves pixels empty.
         warmup: capture such requests now and not at the second one, where they can be captured; the report tells which engine ran.
+        lora: adapters of `load_lora` and their scales for this call; None is what `set_loras` chose, {} the base model.
         sampling: top_k, top_p, temperature, greedy, ...: fields of `Sampling`; those left out keep the published values.
         """
         asked = self.method if method is None else resolve_method(method)
         schedule = self.settings.schedules.choose(size, aspect)
         with self._lock() as nested:
+            self.loras.use(lora, nested)
             prompts = read_prompts(self.reader, prompt, seed)
             resolved, reason = asked.resolve(self.situation(schedule, len(prompts)))
             strategy, beside = split_strategy(resolved)
@@ -167,7 +172,7 @@ class Pipeline:
             resolved.forecast(self.model, schedule, guided=False)  # what does not fit is refused before anything runs
             more = {"compute_mask": compute_mask, "keep_stages": keep_stages, "on_stage": on_stage, "revise": revise, "decode": decode}
             arguments = self._arguments(
-                prompts, schedule, seed, guidance, negative, prefix_codes=prefix_codes, warmup=warmup, **more, **sampling
+                prompts, schedule, seed, guidance, negative, prefix_codes=prefix_codes, warmup=warmup, lora=lora, **more, **sampling
             )
         output = strategy.generate(self, arguments, beside)  # each of its calls waits for the device
         return replace(output, report=replace(output.report, method=resolved.label, selection_reason=reason))
@@ -245,6 +250,36 @@ class Pipeline:
         """The method that such a request runs: the one given, or what `auto` takes for it."""
         return resolve_method(method).resolve(self.situation(schedule, batch))[0]
 
+    # --- adapters
+
+    def load_lora(self, source: str | Path, name: str | None = None, scale: float = 1.0) -> str:
+        """Loads a LoRA adapter and applies it to all further calls. Returns its name, by default that of the file or folder.
+
+        Weights change in place, so captured graphs stay valid. On a CPU, load the first adapter before other threads call the pipeline.
+
+        Args:
+            source: PEFT folder, safetensors file (PEFT, diffusers or kohya), or the name of a repository on the hub.
+            scale: 0 keeps the adapter loaded and the weights those of the base, bit for bit.
+
+        Raises:
+            CheckpointError: the file is damaged, is not a LoRA, or does not fit the model. Nothing is applied then.
+        """
+        path = find_adapter(source)
+        with device_lock(self.model.device).held() as nested:
+            if self.model.fingerprint is None:
+                self.model.fingerprint = fingerprint(self.model)  # profiles belong to the base
+            return self.loras.load(path, name or path.stem, scale, nested)
+
+    def set_loras(self, scales: Mapping[str, float]) -> None:
+        """Chooses the adapters of all further calls: {"ink": 0.8, "toy": 0.4}. Others are not applied; {} is the base model."""
+        with self._lock() as nested:
+            self.loras.set(scales, nested)
+
+    def unload_lora(self, name: str) -> None:
+        """Forgets an adapter. The weights are those from before `load_lora`, bit for bit."""
+        with self._lock() as nested:
+            self.loras.remove(name, nested)
+
     # --- the story of a call
 
     def reserved(self, request: Request) -> int:
@@ -272,7 +307,7 @@ class Pipeline:
     def _lock(self) -> AbstractContextManager[bool]:
         """Waits until this caller may use the device; yields True inside another call of the same thread."""
         device = self.model.device
-        return device_lock(device).held() if graphs_run_on(device) else nullcontext(False)
+        return device_lock(device).held() if graphs_run_on(device) or self.loras else nullcontext(False)
 
     @contextmanager
     def _watchers(self, schedule: Schedule, on_stage: OnStage | None, latents: list[Tensor] | None) -> Iterator[list[OnStage]]:
@@ -341,9 +376,10 @@ class Pipeline:
     def save_pretrained(self, folder: str | Path) -> Path:
         """Writes one folder that `from_pretrained` reads back bit for bit: settings, safetensors, tokenizer, tuning profiles.
 
-        A small encoder of words is part of it; of a published text encoder the folder says where it is.
+        A small encoder of words is part of it; of a published text encoder the folder says where it is. Adapters are not part of it.
         """
-        return self.persistence.save(self, folder)
+        with self._lock(), self.loras.removed():
+            return self.persistence.save(self, folder)
 
     def to(self, *where: str | torch.device | torch.dtype) -> Self:
         """Moves everything to a device, casts the weights to a dtype, or both: pipe.to("cuda", torch.bfloat16).
@@ -358,7 +394,7 @@ class Pipeline:
         dtype = choose_dtype(dtypes[0] if dtypes else self.model.dtype, device)
         if check_quantize(self.model.quantize, device, dtype) is not None and dtype != self.model.dtype:
             raise SettingError(f"to({dtype}): quantised weights were made for {self.model.dtype}; load the model again with this dtype")
-        with self._lock():
+        with self._lock(), self.loras.removed():
             place(self.model, device, dtype, self.model.float32)
             place(self.tokenizer, device, dtype, self.tokenizer.float32)
             module_to_channels_last(self.tokenizer)

@@ -12,6 +12,7 @@ from torch import Tensor
 from .device import Timer, peak_memory
 from .engine.executor import Executor, Generated
 from .generate import StageOutput, require_finite
+from .lora import AppliedLora
 from .models.base import NextScaleModel
 from .planning import Planner
 from .planning.cost import RequestCost, Workload, as_run
@@ -55,6 +56,7 @@ class Report:
     peak_memory: int  # bytes: allocated on the GPU during the request, or the process's largest resident size on the CPU
     planned_memory: int  # bytes that the request was known to need for keys, values and text before it started
     quantize: str | None = None  # format of the weights of blocks; None: the dtype
+    loras: tuple[AppliedLora, ...] = ()  # adapters that were part of the weights
 
     @property
     def seconds(self) -> float:
@@ -124,6 +126,7 @@ def build_report(
         peak_memory=peak,
         planned_memory=planned,
         quantize=model.quantize,
+        loras=pipe.loras.applied,
     )
 
 

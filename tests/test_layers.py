@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("basics", ("errors", "validation", "io", "kernels", "varlen", "stage", "checkpoints", "assets", "serialization")),
     ("parts", ("cache", "canvas", "guidance", "sampling", "schedules", "metrics")),
     ("models", ("models", "tokenizers", "text")),
-    ("device", ("device",)),
+    ("device", ("device", "lora")),
     ("method interface", ("methods.method",)),
     ("planning", ("planning",)),
     ("methods", ("methods",)),

@@ -140,7 +140,9 @@ def grouped(tensors: Mapping[str, Tensor], config: Mapping[str, Any], file: Path
             continue
         adapters.add(match["name"] or "")
         kind = next(kind for kind in ("down", "up", "magnitude", "alpha") if match[kind])
-        parts.setdefault(match["module"], {})[kind] = checked(key, tensor, dims={"down": 2, "up": 2, "magnitude": 1, "alpha": 0}[kind], file=file)
+        parts.setdefault(match["module"], {})[kind] = checked(
+            key, tensor, dims={"down": 2, "up": 2, "magnitude": 1, "alpha": 0}[kind], file=file
+        )
     if foreign:
         raise CheckpointError(f"{file} has {len(foreign)} tensors that are not LoRA: {listed(sorted(foreign))}.")
     if len(adapters) > 1:
@@ -240,8 +242,8 @@ def write_peft(folder: Path, modules: Mapping[str, LowRank], *, alpha: float, mo
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for module, update in modules.items():
-        tensors[f"base_model.model.{module}.lora_A.weight"] = update.down.detach().cpu().contiguous()
-        tensors[f"base_model.model.{module}.lora_B.weight"] = update.up.detach().cpu().contiguous()
+        tensors[f"base_model.model.{module}.lora_A.weight"] = update.down.detach().cpu().clone()
+        tensors[f"base_model.model.{module}.lora_B.weight"] = update.up.detach().cpu().clone()
     write_whole(tensors, folder / WEIGHTS)
     write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", folder / CONFIG)
 

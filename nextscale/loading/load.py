@@ -106,6 +106,7 @@ def load(
     reader = prompt_reader(spec, text_encoder, device, offload_text, download)
     pipeline = Pipeline(model, images, reader, spec.settings, spec.name, profiles=profiles, **options)
     pipeline.weights_folder = weights if weights.is_dir() else weights.parent
+    pipeline.loras.weights = weights
 
     def open_partner(other: str) -> Pipeline:
         own: dict[str, Any] = {"text_encoder": text_encoder, "offload_text": offload_text, "download": download} | options
