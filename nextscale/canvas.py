@@ -66,32 +66,34 @@ class BitTokenizer(LatentDecoder, Protocol):
 # --- canvases
 
 
-class Canvas(Protocol):
+class Canvas:
+    """Base of all canvases, whose stages consist of codes alone unless they say otherwise."""
+
+    tokenizer: LatentDecoder
     latent: Tensor  # [B, Z, H, W], float32: what the tokenizer decodes
 
     def input(self, stage: Stage) -> Tensor | None:
         """What the transformer reads at `stage`: [B, cells, Z], or None at the first stage, which starts from the condition."""
-        ...
+        raise NotImplementedError
 
     def vectors(self, codes: Tensor) -> Tensor:
         """What codes [B, N, ...] stand for in the latent, [B, N, Z]."""
-        ...
+        raise NotImplementedError
 
     def add(self, codes: Tensor, tokens: Tokens) -> None:
         """Puts a stage's codes on the canvas; tokens that are absent contribute nothing."""
-        ...
+        raise NotImplementedError
 
     def add_residual(self, values: Tensor, tokens: Tokens) -> None:
         """Adds continuous values [B, N, Z] to the last stage's codes; only where the model has any (HART)."""
-        ...
+        raise TypeError(f"{type(self).__name__} takes codes alone, no continuous values")
 
     def skip(self, stage: Stage) -> None:
-        """Goes on without the codes of this stage."""
-        ...
+        """Goes on without the codes of this stage: what earlier stages have added stays as it is."""
 
     def decode(self) -> Tensor:
         """The images [B, 3, H, W] as generated so far; FlexVAR's grow with the stage."""
-        ...
+        return self.tokenizer.decode(self.latent)
 
 
 def to_map(rows: Tensor, stage: Stage) -> Tensor:
@@ -117,23 +119,7 @@ def on_grid(rows: Tensor, tokens: Tokens) -> Tensor:
     return to_map(tokens.scatter(rows, rows.new_zeros(rows.shape[0], tokens.stage.cells, rows.shape[2])), tokens.stage)
 
 
-class DiscreteCanvas:
-    """Base of the canvases whose stages consist of codes alone."""
-
-    tokenizer: LatentDecoder
-    latent: Tensor
-
-    def add_residual(self, values: Tensor, tokens: Tokens) -> None:
-        raise TypeError(f"{type(self).__name__} takes codes alone, no continuous values")
-
-    def skip(self, stage: Stage) -> None:
-        """Leaves what earlier stages have added as it is."""
-
-    def decode(self) -> Tensor:
-        return self.tokenizer.decode(self.latent)
-
-
-class ResidualCanvas(DiscreteCanvas):
+class ResidualCanvas(Canvas):
     """VAR, STAR: each stage's code vectors are upsampled, convolved and added."""
 
     tokenizer: BlendingTokenizer
@@ -171,7 +157,7 @@ class HybridCanvas(ResidualCanvas):
         self.latent = self.latent + on_grid(values, tokens)
 
 
-class BitCanvas(DiscreteCanvas):
+class BitCanvas(Canvas):
     """Infinity: each stage's bits are signs of equal size, upsampled and added; no codebook."""
 
     tokenizer: BitTokenizer
@@ -199,7 +185,7 @@ class BitCanvas(DiscreteCanvas):
         self.latent = self.latent + signs
 
 
-class ReplacedCanvas(DiscreteCanvas):
+class ReplacedCanvas(Canvas):
     """FlexVAR: each stage generates the whole image anew, so only the latest map counts."""
 
     def __init__(self, tokenizer: CodebookTokenizer, schedule: Schedule, batch: int) -> None:

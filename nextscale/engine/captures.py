@@ -293,12 +293,8 @@ class Captures:
 
     # --- weights
 
-    def _addresses(self) -> tuple[int, ...]:
-        """The addresses of the weights, which captured graphs read."""
-        return self._places.now()
-
     def _forget_if_weights_moved(self) -> None:
-        addresses = self._addresses()
+        addresses = self._places.now()
         if addresses != self._weights and self._captures:
             log.warning("the weights have moved, to another device or type: graphs that were captured before are forgotten")
         if addresses != self._weights and (self._captures or self._history):

@@ -77,7 +77,7 @@ def measure_ranks(
         on_image()
     if not watcher.found:
         raise SettingError("prompts and stages without guidance must not be empty to measure ranks.")
-    found = {}
+    found: dict[tuple[float, int], Tensor] = {}
     for stage in measured:
         ranks = torch.stack([torch.cat(watcher.found[stage, layer], dim=1) for layer in layers], dim=1)  # [alphas, groups, images]
         largest = min(schedule[stage].cells, pipe.model.block_config.dim)

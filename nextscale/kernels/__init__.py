@@ -38,33 +38,6 @@ if TYPE_CHECKING:
     from .topk import topk_indices_sorted
     from .upsample import upsample_nearest
 
-__all__ = [
-    "add_bias_residual_",
-    "add_bias_residual_sums_",
-    "attend_lengths",
-    "available",
-    "centred_silu",
-    "dequantize_tokens",
-    "distance_from_mean",
-    "enabled",
-    "gelu_to_e4m3",
-    "group_norm_silu",
-    "group_norm_silu_conv",
-    "int8_linear",
-    "mean_over_tokens",
-    "norm_modulate",
-    "quantize_tokens",
-    "residual_norm_modulate",
-    "restore_int8",
-    "restore_tokens",
-    "rotate_into_cache",
-    "round_to_e4m3",
-    "sample_bits",
-    "silu_to_e4m3",
-    "topk_indices_sorted",
-    "upsample_nearest",
-]
-
 FILES = {
     "attention": ("attend_lengths",),
     "bias_residual": ("add_bias_residual_", "add_bias_residual_sums_"),
@@ -81,6 +54,7 @@ FILES = {
     "topk": ("topk_indices_sorted",),
     "upsample": ("upsample_nearest",),
 }
+__all__ = ["available", "enabled", *(name for names in FILES.values() for name in names)]
 log = logging.getLogger(__name__)
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn})

@@ -123,7 +123,6 @@ def attend_lengths(
     cu_seqlens: Tensor | None = None,
     longest: int | None = None,
     e4m3_scale: float | None = None,
-    tile: Tile | None = None,
 ) -> Tensor:
     """q [R, N, H, D] over the first lengths[r] of row r's keys and values [R, T, H, D], which are read nowhere else: [R, N, H * D].
 
@@ -144,7 +143,7 @@ def attend_lengths(
     if ragged is not None:
         require_shape("lengths", ragged, rows)
     out = torch.empty(branches, num_queries, heads * channels, dtype=q.dtype if e4m3_scale is None else E4M3, device=q.device)
-    queries, key_block, warps, stages = tile_for(length, channels) if tile is None else tile
+    queries, key_block, warps, stages = tile_for(length, channels)
     with torch.cuda.device_of(q):
         attend_lengths_kernel[triton.cdiv(longest or num_queries, queries), heads, rows](
             q, keys, values, ragged, cu_seqlens, out, num_queries, images, length, scale * LOG2_E, 1 / (e4m3_scale or 1.0),

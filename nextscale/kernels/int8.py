@@ -58,7 +58,7 @@ def tile_for(tokens: int, outputs: int) -> Tile:
     return Tile(16, 32, 128, 4, 4) if tokens <= 16 or outputs < 4096 else Tile(64, 32, 128, 4, 3)
 
 
-def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, tile: Tile | None = None) -> Tensor:
+def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., K] times weight [N, K], int8, times scale [N], float32, plus bias [N]: [..., N]. Half precision."""
     outputs, channels = weight.shape
     require_shape("scale", scale, outputs)
@@ -66,7 +66,7 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
         require_shape("bias", bias, outputs)
     flat = dense_channels(x).reshape(-1, channels)
     out = torch.empty(flat.shape[0], outputs, dtype=x.dtype, device=x.device)
-    tokens, rows, block, warps, stages = tile_for(flat.shape[0], outputs) if tile is None else tile
+    tokens, rows, block, warps, stages = tile_for(flat.shape[0], outputs)
     with torch.cuda.device_of(x):
         int8_linear_kernel[triton.cdiv(outputs, rows), triton.cdiv(flat.shape[0], tokens)](
             flat, weight, scale, bias, out, flat.shape[0], flat.stride(0),

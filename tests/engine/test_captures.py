@@ -104,7 +104,7 @@ def test_what_was_refused_is_tried_again_with_other_weights(monkeypatch: pytest.
         patch.setattr(captures, "CapturedRequest", lambda *_: (_ for _ in ()).throw(RuntimeError("no")))
         assert engines(pipe, 1, 1, 1) == ["eager"] * 3
     assert engines(pipe, 1) == ["eager"]
-    monkeypatch.setattr(captures.Captures, "_addresses", lambda _: (1, 2, 3))
+    monkeypatch.setattr(captures.WeightPointers, "now", lambda _: (1, 2, 3))
     assert engines(pipe, 1, 1) == ["eager", "graphs"]
 
 

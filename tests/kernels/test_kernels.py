@@ -76,7 +76,13 @@ SHAPES = [(1, 1, 64), (2, 3, 120), (3, 7, 130), (2, 2, 2080)]  # rows, tokens, c
     [(1, 1, 1, 128, (1,)), (5, 70, 2, 64, (70, 3)), (130, 200, 3, 24, (1, 64, 200)), (17, 65, 2, 16, (65, 64)), (3, 150, 1, 136, (150, 9))],
 )
 def test_attend_lengths(
-    queries: int, room: int, heads: int, channels: int, lengths: tuple[int, ...], tile: tuple[int, int, int, int] | None
+    queries: int,
+    room: int,
+    heads: int,
+    channels: int,
+    lengths: tuple[int, ...],
+    tile: tuple[int, int, int, int] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Keys and values side by side, as those of prompts are; nothing beyond a row's length is read."""
     dtype = torch.float16  # the interpreter takes the bits of bfloat16 for numbers when it multiplies matrices
@@ -85,14 +91,16 @@ def test_attend_lengths(
     on_device = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     beyond = torch.arange(room, device=DEVICE) >= on_device[:, None]
     both[beyond] = float("nan")
+    if tile is not None:
+        monkeypatch.setattr("nextscale.kernels.attention.tile_for", lambda *_: Tile(*tile))
     with poisoned():
-        found = kernels.attend_lengths(q, both[:, :, 0], both[:, :, 1], on_device, 0.3, tile=None if tile is None else Tile(*tile))
+        found = kernels.attend_lengths(q, both[:, :, 0], both[:, :, 1], on_device, 0.3)
     truth = attend_lengths_reference(q.double(), both[:, :, 0].double(), both[:, :, 1].double(), on_device, 0.3)
     assert found.dtype == dtype and found.shape == truth.shape
     bound = torch.finfo(dtype).eps * both[~beyond].abs().max().item()  # weights and result are rounded, one each
     assert (found.double() - truth).abs().max().item() <= bound
     one = (q[:1], both[:1, :, 0], both[:1, :, 1])
-    alone = kernels.attend_lengths(*one, lengths[0], 0.3, tile=None if tile is None else Tile(*tile))  # as a number
+    alone = kernels.attend_lengths(*one, lengths[0], 0.3)  # as a number
     assert (alone.double() - truth[:1]).abs().max().item() <= bound
     if tile is not None:  # else chosen by the room, or by the length
         assert torch.equal(alone, found[:1])

@@ -108,14 +108,16 @@ def test_attention_writes_e4m3() -> None:
 
 @pytest.mark.parametrize("tile", [None, (64, 32, 64, 4, 2)])
 @pytest.mark.parametrize(("shape", "outputs"), [((2, 9, 130), 70), ((1, 1, 33), 300), ((70, 48), 16)])
-def test_int8_linear(shape: tuple[int, ...], outputs: int, tile: tuple[int, ...] | None) -> None:
+def test_int8_linear(shape: tuple[int, ...], outputs: int, tile: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if tile is not None:
+        monkeypatch.setattr("nextscale.kernels.int8.tile_for", lambda *_: Tile(*tile))
     make = Maker(DEVICE, torch.float16)  # the interpreter takes the bits of bfloat16 for numbers when it multiplies matrices
     x, bias = make.normal(*shape), make.normal(outputs)
     codes = torch.randint(-127, 128, (outputs, shape[-1]), generator=make.generator, device=DEVICE).to(torch.int8)
     scale = make.normal(outputs, dtype=torch.float32).abs() / 127
     for given in (bias, None):
         with poisoned():
-            found = kernels.int8_linear(x, codes, scale, given, tile=None if tile is None else Tile(*tile))
+            found = kernels.int8_linear(x, codes, scale, given)
         theirs = int8_linear_reference(x, codes, scale, given)
         exact = int8_linear_reference(x.double(), codes, scale.double(), None if given is None else given.double())
         require_close([found], [theirs], [exact])
