@@ -55,7 +55,7 @@ def calls() -> dict[str, Callable[[], Any]]:
     return {
         "norm": lambda: kernels.norm_modulate(x, row, row),
         "norm, learned": lambda: kernels.norm_modulate(x, weight, weight),
-        "norm, root mean square": lambda: kernels.norm_modulate(x, weight, None, centred=False),
+        "norm, root mean square": lambda: kernels.norm_modulate(x, weight, None, centered=False),
         "norm, to float32": lambda: kernels.norm_modulate(x, None, None, dtype=torch.float32),
         "norm, gathered": lambda: kernels.norm_modulate(x, row, row, index),
         "norm, packed": lambda: kernels.norm_modulate(x, tensor(4, 1, CHANNELS), tensor(4, 1, CHANNELS), image=places),
@@ -93,7 +93,7 @@ def calls() -> dict[str, Callable[[], Any]]:
         "group norm and convolution, 160 channels": lambda: kernels.group_norm_silu_conv(
             image(1, 160, 16, 40), 32, tensor(160), tensor(160), 1e-6, image(3, 160, 3, 3), tensor(3)
         ),
-        "centred": lambda: kernels.centred_silu(pixels, torch.zeros(1, 64), torch.zeros(1, 64), bias),
+        "centered": lambda: kernels.centered_silu(pixels, torch.zeros(1, 64), torch.zeros(1, 64), bias),
         "bias and residual": lambda: kernels.add_bias_residual_(pixels, bias, pixels.clone(memory_format=torch.preserve_format), bias),
         "bias, residual and sums": lambda: kernels.add_bias_residual_sums_(
             pixels, bias, pixels.clone(memory_format=torch.preserve_format), bias

@@ -337,7 +337,7 @@ def test_prompts_that_are_no_text_are_refused(family: str, prompt: Any) -> None:
     [
         ((0, tiny.TEXT_CHANNELS), r"\[0, 256\]"),
         ((4, 7), "got 7"),
-        ((tiny.LONGEST_TEXT + 1, tiny.TEXT_CHANNELS), "25 tokens; this model takes at most 24"),
+        ((tiny.LONGEST_TEXT + 1, tiny.TEXT_CHANNELS), "at most 24 tokens"),
         ((4,), r"\[4\]"),
     ],
 )
@@ -562,7 +562,7 @@ def test_var_has_positions_for_its_own_schedule_only() -> None:
 
 @pytest.mark.parametrize(("family", "levels"), [("infinity", 15), ("star", 4), ("star_refined", 4)])
 def test_schedules_longer_than_the_levels_are_refused(family: str, levels: int) -> None:
-    with pytest.raises(SizeError, match=f"{levels + 1} stages; this model knows {levels} levels"):
+    with pytest.raises(SizeError, match="schedule must have"):
         drawn(family, size=Schedule((1,) * (levels + 1)))
     assert len(drawn(family, size=Schedule((1,) * levels)).codes) == levels
 

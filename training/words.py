@@ -103,7 +103,7 @@ def further_words(known: Sequence[str], model: SentenceModel) -> list[str]:
 
 
 def distil_vectors(words: Sequence[str], model: SentenceModel | str | Path, channels: int = 128) -> Tensor:
-    """Float32 [words, channels]: the sentence model's vectors, centred, on their principal directions, of unit variance overall.
+    """Float32 [words, channels]: the sentence model's vectors, centered, on their principal directions, of unit variance overall.
 
     A part ("##ing") is the mean of the words that contain it, which carries little where they differ much.
     """

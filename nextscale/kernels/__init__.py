@@ -1,13 +1,14 @@
-"""Triton kernels: each file holds a kernel, its launcher, and the same in plain torch under the name `..._reference`.
+"""Triton kernels. Each file holds a kernel, its launcher, and a torch implementation named `..._reference`.
 
     if kernels.available(x):
         y = kernels.norm_modulate(x, scale, shift)
 
-Without them a captured request of infinity-2b, 1024 x 1024 pixels, takes 284 ms and its decoding 123 on an H200; with them 213 and 19.
-Triton is imported when the first kernel is used, so that nothing else needs it. All but attention are memory-bound: they read every
-input once and write every output once. All compute in float32 and round once; none has a gradient. A kernel is compiled when it first
-meets a dtype, a number of channels, heads or groups, a layout, or a size of tiles, which are smaller for small inputs; how many tokens,
-pixels and images there are is an argument of the launch. A captured graph does not allow compiling: run a stage once before it is captured.
+On an H200, infinity-2b with CUDA graphs takes 284 ms without them and 213 ms with them for 1024 x 1024 pixels, and decoding takes 123 and
+19 ms. All kernels but attention are memory-bound: they read every input and write every output once. They compute in float32, round once
+and have no gradients. Triton is imported when the first kernel is used.
+
+A kernel is compiled when it first meets a dtype, a layout, a tile size, or a number of channels, heads or groups. The numbers of tokens,
+pixels and images are launch arguments. CUDA graph capture does not allow compilation, so run a stage once before it is captured.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from .bias_residual import add_bias_residual_, add_bias_residual_sums_
     from .bits import sample_bits
     from .distance import distance_from_mean, mean_over_tokens
-    from .group_norm import centred_silu, group_norm_silu
+    from .group_norm import centered_silu, group_norm_silu
     from .int8 import int8_linear, restore_int8
     from .kv_int8 import dequantize_tokens, quantize_tokens
     from .norm import norm_modulate, residual_norm_modulate
@@ -43,7 +44,7 @@ FILES = {
     "bias_residual": ("add_bias_residual_", "add_bias_residual_sums_"),
     "bits": ("sample_bits",),
     "distance": ("distance_from_mean", "mean_over_tokens"),
-    "group_norm": ("centred_silu", "group_norm_silu"),
+    "group_norm": ("centered_silu", "group_norm_silu"),
     "int8": ("int8_linear", "restore_int8"),
     "kv_int8": ("dequantize_tokens", "quantize_tokens"),
     "norm": ("norm_modulate", "residual_norm_modulate"),
@@ -58,19 +59,18 @@ __all__ = ["available", "enabled", *(name for names in FILES.values() for name i
 log = logging.getLogger(__name__)
 
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn})
-OLDEST = (8, 0)  # compute capability: bfloat16
+MIN_CAPABILITY = (8, 0)  # compute capability with bfloat16
 
 
 def available(tensor: Tensor) -> bool:
-    """Whether the kernels can work on tensors like this one, and are wanted. On a CPU only where TRITON_INTERPRET=1 asks for it, as tests
-    do; what is compiled is fused by the compiler."""
+    """Returns True if kernels run on tensors like this one: on a supported device, without gradients and outside torch.compile."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or tensor.dtype not in DTYPES:
         return False
     return enabled(tensor.device)
 
 
 def enabled(device: torch.device) -> bool:
-    """Whether requests on this device run with kernels."""
+    """Returns True if requests on this device use kernels: CUDA, or the CPU with TRITON_INTERPRET=1, as in tests."""
     if not wanted():
         return False
     if device.type == "cuda":
@@ -80,7 +80,7 @@ def enabled(device: torch.device) -> bool:
 
 @cache
 def wanted() -> bool:
-    """False with NEXTSCALE_KERNELS=0: plain torch in place of kernels, to find where a difference comes from."""
+    """Returns False if NEXTSCALE_KERNELS=0, which selects plain torch for debugging."""
     return os.environ.get("NEXTSCALE_KERNELS") != "0"
 
 
@@ -91,17 +91,17 @@ def installed() -> bool:
 
 @cache
 def usable(device: torch.device) -> bool:
-    """Whether a kernel can be launched, tried once with a trivial one: a system without a C compiler has Triton and cannot use it."""
-    if not installed() or torch.version.hip is not None or torch.cuda.get_device_capability(device) < OLDEST:
+    """Returns True if a trivial kernel can be launched. Triton may be installed and still fail, for example without a C compiler."""
+    if not installed() or torch.version.hip is not None or torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return False
     try:
         found = import_module(".distance", __name__).mean_over_tokens(torch.ones(1, 1, 1, device=device)).item()
         if found != 1:
-            raise RuntimeError(f"a kernel was launched on {device} and did not write")
+            raise RuntimeError(f"a test kernel launched on {device} wrote no result")
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        log.warning("plain torch runs instead of Triton kernels on %s, since one could not be launched: %s", device, error)
+        log.warning("Triton kernels are disabled on %s because a test launch failed; using plain torch: %s", device, error)
         return False
     return True
 
@@ -109,6 +109,6 @@ def usable(device: torch.device) -> bool:
 def __getattr__(name: str) -> Any:
     for file, kernels in FILES.items():
         if name in kernels:
-            found = globals()[name] = getattr(import_module(f".{file}", __name__), name)  # the next use does not come here
+            found = globals()[name] = getattr(import_module(f".{file}", __name__), name)  # bypasses __getattr__ next time
             return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Attention for what torch's kernels are slow at: rows of different length, which only the device knows, and few queries."""
+"""Attention kernel for rows of different lengths, known only on the device, and for few queries, where torch's kernels are slow."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from .reference import E4M3
 from .shapes import MIN_SQUARE, power_of_two, require_shape
 
 LOG2_E = 1.4426950408889634
-MIN_DOT = 16  # sides of a product on tensor cores
-WIDE = 128  # channels of a head from which on three blocks of keys and values do not fit the 99 KB that many GPUs share among a program
-SHORT = 128  # keys that are read without being waited for, at most: a text
+MIN_DOT = 16  # minimum sides of a product on tensor cores
+WIDE = 128  # more channels per head than this leave no room for three pipeline stages in the 99 KB of shared memory of many GPUs
+SHORT = 128  # maximum number of keys that are read without pipelining (text)
 
-# Times on an H200 for two rows of 16 heads of 128 channels, bfloat16. All rows have equally many keys; ours reads how many from the
-# lengths, torch's kernels are given these keys alone, so that they read as many, and no mask:
-#   16 queries, text of 50 tokens of 64              3.5 us, flash 5.8
-#   4096 queries, text of 50 tokens of 64             37 us, flash 38
-#   307 queries, 1804 keys of 2521                    33 us, flash 58, cuDNN 32
-#   1228 queries, 7653 keys of 10521                 367 us, flash 580, cuDNN 313
-# cuDNN's own attention to rows of different length cannot be captured.
+# Times on an H200 for two rows of 16 heads of 128 channels in bfloat16. All rows have the same length. This kernel reads it from `lengths`;
+# torch's kernels get only the valid keys, and no mask:
+#   16 queries, 50 valid keys of 64 (text)          3.5 us, flash 5.8
+#   4096 queries, 50 valid keys of 64 (text)         37 us, flash 38
+#   307 queries, 1804 valid keys of 2521             33 us, flash 58, cuDNN 32
+#   1228 queries, 7653 valid keys of 10521          367 us, flash 580, cuDNN 313
+# cuDNN's attention for rows of different lengths does not support CUDA graph capture.
 
 
 @triton.jit
-def attended(q, keys_ptr, values_ptr, start, length, largest, total, out, keys_token, values_token, factor,
+def add_keys(q, keys_ptr, values_ptr, start, length, largest, total, out, keys_token, values_token, factor,
              CHANNELS: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr):  # fmt: skip
-    """Adds a block of keys. largest, total: of the exponentials of every query so far, to the base of 2; out: their weighted values."""
+    """Adds a block of keys. largest: maximum of the base-2 exponents so far; total: sum of the exponentials; out: weighted values."""
     key = start + tl.arange(0, KEYS)
     channel = tl.arange(0, BLOCK)
-    # A block of keys that is whole, and channels that fill a block, need no mask: the compiler drops one that is always true.
+    # Full blocks need no mask: the compiler removes masks that are always true.
     there = (key < length) if MASKED else (key >= 0)
     inside = channel < CHANNELS
     k = tl.load(keys_ptr + key[None, :] * keys_token + channel[:, None], mask=there[None, :] & inside[:, None], other=0.0)
@@ -60,7 +60,7 @@ def attend_lengths_kernel(
     head = tl.program_id(1)
     query = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
     channel = tl.arange(0, BLOCK)
-    source = row  # of the queries
+    source = row  # row of the queries
     end = queries
     if PACKED:
         source = row // images
@@ -72,7 +72,7 @@ def attend_lengths_kernel(
     if RAGGED:
         length = tl.load(lengths_ptr + row)
     if PACKED:
-        length = tl.where(start + tl.program_id(0) * QUERIES < end, length, 0)  # nobody asks: no keys are read, nothing is written
+        length = tl.where(start + tl.program_id(0) * QUERIES < end, length, 0)  # without queries, read no keys
     keys_ptr += row * keys_row + head * keys_head
     values_ptr += row * values_row + head * values_head
     q = tl.load(q_ptr + source * q_row + head * q_head + query[:, None] * q_token + channel[None, :], mask=asked, other=0.0)
@@ -84,11 +84,11 @@ def attend_lengths_kernel(
     out = tl.zeros([QUERIES, BLOCK], dtype=tl.float32)
     whole = length // KEYS * KEYS
     for start in tl.range(0, whole, KEYS, num_stages=STAGES):
-        largest, total, out = attended(
+        largest, total, out = add_keys(
             q, keys_ptr, values_ptr, start, length, largest, total, out, keys_token, values_token, factor, CHANNELS, False, BLOCK, KEYS
         )
     if whole < length:
-        largest, total, out = attended(
+        largest, total, out = add_keys(
             q, keys_ptr, values_ptr, whole, length, largest, total, out, keys_token, values_token, factor, CHANNELS, True, BLOCK, KEYS
         )
     written = ((source * queries + query[:, None]) * HEADS + head) * CHANNELS + channel[None, :]
@@ -106,7 +106,7 @@ class Tile(NamedTuple):
 
 
 def tile_for(keys: int, channels: int) -> Tile:
-    """What a program takes at a time where rows have at most this number of keys."""
+    """Returns the tile sizes for rows of at most this number of keys."""
     if keys <= SHORT:
         return Tile(64, 32, 4, 1)
     return Tile(64, 64, 4, 3) if channels <= WIDE else Tile(64, 32, 4, 2)
@@ -124,13 +124,15 @@ def attend_lengths(
     longest: int | None = None,
     e4m3_scale: float | None = None,
 ) -> Tensor:
-    """q [R, N, H, D] over the first lengths[r] of row r's keys and values [R, T, H, D], which are read nowhere else: [R, N, H * D].
+    """Returns attention of q [R, N, H, D] to the first lengths[r] keys and values [R, T, H, D] of each row: [R, N, H * D].
 
-    lengths: [R], int32, each from 1 to T; a number where all rows are equally long. Half precision.
-    unit: queries are made unit vectors first, as `models.attention.unit_vectors` does it, and rounded as if that stood alone.
-    cu_seqlens: [B + 1], int32, where q [F, N, H, D] holds the queries of F * B = R rows, B of them in order: those of row f * B + b
-    are q[f, cu_seqlens[b] : cu_seqlens[b + 1]], at most `longest`. What lies behind the last gets no result.
-    e4m3_scale: the result is divided by it and rounded to e4m3.
+    Args:
+        lengths: [R], int32, each from 1 to T, or an int for all rows. Later keys and values are not read.
+        unit: normalize queries first, like `models.attention.unit_vectors`, rounding as if it were a separate operation.
+        cu_seqlens: [B + 1], int32. Queries [F, N, H, D] are then packed: those of row f * B + b of the F * B = R rows are
+            q[f, cu_seqlens[b] : cu_seqlens[b + 1]]. Output after the last one is undefined.
+        longest: maximum number of queries of a packed row.
+        e4m3_scale: divide the result by this and round it to e4m3.
     """
     branches, num_queries, heads, channels = q.shape
     images = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -139,7 +141,7 @@ def attend_lengths(
         cu_seqlens = cu_seqlens.int().contiguous()
     for name, store in (("keys", keys), ("values", values)):
         require_shape(name, store, rows, room, heads, channels)
-    ragged, length = (lengths, room) if isinstance(lengths, Tensor) else (None, lengths)  # the largest possible length, or that of all rows
+    ragged, length = (lengths, room) if isinstance(lengths, Tensor) else (None, lengths)  # length: of all rows, or the maximum
     if ragged is not None:
         require_shape("lengths", ragged, rows)
     out = torch.empty(branches, num_queries, heads * channels, dtype=q.dtype if e4m3_scale is None else E4M3, device=q.device)
@@ -166,7 +168,7 @@ def attend_lengths_reference(
     if isinstance(lengths, int):
         lengths = torch.full((q.shape[0],), lengths, device=q.device)
     there = (torch.arange(keys.shape[1], device=lengths.device) < lengths[:, None])[:, None, None]
-    # Zero times what is not finite is not zero.
+    # Masked keys and values may be infinite or NaN, and 0 * inf is NaN.
     keys, values = (x.masked_fill(~there[:, 0, 0, :, None, None], 0) for x in (keys, values))
     out = F.scaled_dot_product_attention(q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), attn_mask=there, scale=scale)
     return out.transpose(1, 2).flatten(2)

@@ -1,4 +1,4 @@
-"""The mean of all tokens, and how far each lies from it: FastVAR's score of salient tokens."""
+"""Mean of the tokens and the distance of each token from it: the score by which FastVAR selects tokens."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from .shapes import dense_channels, per_row, power_of_two, warps_for
 
-# Bytes for bfloat16 [2, 1600, 2048]: 13 MB in, next to nothing out: 3.0 us each at 4.3 TB/s, or less, since x is in the second cache
-# (60 MB on an H200). Measured there: distance 4.9 us (torch, which writes and reads the difference in float32 besides, 47). FastVAR needs
-# both before every sublayer: 150 times a request with its preset for infinity-2b. The mean is taken in two launches, over chunks of the
-# tokens and over the chunks' sums, so that there are programs enough: in one launch it took 13 us for 4096 tokens of 320 channels.
+# bfloat16 [2, 1600, 2048] has 13 MB of input and almost no output: 3.0 us each at 4.3 TB/s, or less, since x is in the L2 cache (60 MB on
+# an H200). Measured there: distance 4.9 us; torch, which also writes and reads the difference in float32, 47 us. FastVAR needs both before
+# every sublayer, 150 times per request with its preset for infinity-2b. The mean takes two launches, over chunks of tokens and over the
+# sums of chunks, to have enough programs: one launch took 13 us for 4096 tokens of 320 channels.
 TOKENS, CHANNELS_AT_A_TIME = 64, 32
-CHUNK = 256  # tokens that a program adds up; fixed, so that an image's sum is the same in every batch
+CHUNK = 256  # tokens per program; fixed, so that an image's sum is the same in every batch
 
 
 @triton.jit(do_not_specialize=["tokens", "divisor"])
@@ -22,7 +22,7 @@ def sum_chunks_kernel(
     x_ptr, out_ptr, tokens, divisor, x_row, x_token,
     CHANNELS: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, chunk of tokens and block of channels, which adds up the chunk in the same order whatever else runs."""
+    """Sums one chunk of tokens of one row and block of channels per program, in an order that does not depend on the batch."""
     row, chunk = tl.program_id(2).to(tl.int64), tl.program_id(1)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < CHANNELS
@@ -47,7 +47,7 @@ def distance_from_mean_kernel(x_ptr, mean_ptr, out_ptr, tokens, x_row, x_token, 
 
 
 def mean_over_tokens(x: Tensor) -> Tensor:
-    """Mean over the tokens of x [R, N, C]: [R, 1, C], float32."""
+    """Returns the mean of the tokens of x [R, N, C]: [R, 1, C], float32."""
     tokens, sums = x.shape[1], dense_channels(x)
     while sums.shape[1] > CHUNK:
         sums = sum_chunks(sums, 1)
@@ -55,7 +55,7 @@ def mean_over_tokens(x: Tensor) -> Tensor:
 
 
 def sum_chunks(x: Tensor, divisor: int) -> Tensor:
-    """Sums over chunks of the tokens of x [R, N, C], divided: [R, chunks, C], float32."""
+    """Returns sums over chunks of the tokens of x [R, N, C], divided by `divisor`: [R, chunks, C], float32."""
     rows, tokens, channels = x.shape
     chunks = triton.cdiv(tokens, CHUNK)
     out = torch.empty(rows, chunks, channels, dtype=torch.float32, device=x.device)
@@ -72,7 +72,7 @@ def mean_over_tokens_reference(x: Tensor) -> Tensor:
 
 
 def distance_from_mean(x: Tensor, mean: Tensor) -> Tensor:
-    """Distance of every token of x [R, N, C] from mean [R, 1, C]: [R, N], float32."""
+    """Returns the distance of every token of x [R, N, C] from mean [R, 1, C]: [R, N], float32."""
     rows, tokens, channels = x.shape
     x, mean = dense_channels(x), per_row(mean.float(), rows, channels)
     out = torch.empty(rows, tokens, dtype=torch.float32, device=x.device)

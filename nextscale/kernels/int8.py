@@ -1,4 +1,4 @@
-"""Weights that are whole numbers of eight bits with a scale per output: a product for few tokens, and the weights as floats for many."""
+"""int8 weights with one scale per output: a linear layer for few tokens, and dequantization for many."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .shapes import dense_channels, power_of_two, require_shape, warps_for
 
-# For few tokens the time is that of reading the weights. Bytes of [6144, 2048]: 12.6 MB, 2.9 us at 4.3 TB/s, half of what bfloat16 takes.
-# Whole numbers up to 127 are exact in bfloat16 and float16, so that the sum of a product is rounded as ever; the scale comes last.
+# For few tokens the time is that of reading the weights: [6144, 2048] has 12.6 MB, 2.9 us at 4.3 TB/s, half of bfloat16. Integers up to 127
+# are exact in bfloat16 and float16, so the products are exact; the scale is applied to their sum.
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -51,15 +51,16 @@ class Tile(NamedTuple):
 
 
 def tile_for(tokens: int, outputs: int) -> Tile:
-    """Few tokens at a time where weights have few rows, so that there are as many programs as multiprocessors, which read together.
+    """Returns the tile sizes. Weights with few rows use small tiles, so that there are enough programs for all multiprocessors.
 
-    On an H200 2048 x 8192 weights take 22.8 us for 64 tokens so, and 37.5 with all tokens at a time; 6144 x 2048 take 17.1 and 14.9.
+    On an H200 with 64 tokens, weights of 2048 x 8192 take 22.8 us with small tiles and 37.5 with large ones, those of 6144 x 2048 17.1 and
+    14.9 us.
     """
     return Tile(16, 32, 128, 4, 4) if tokens <= 16 or outputs < 4096 else Tile(64, 32, 128, 4, 3)
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] times weight [N, K], int8, times scale [N], float32, plus bias [N]: [..., N]. Half precision."""
+    """Returns x [..., K] times int8 weight [N, K] times float32 scale [N], plus bias [N]: [..., N], in half precision."""
     outputs, channels = weight.shape
     require_shape("scale", scale, outputs)
     if bias is not None:
@@ -90,7 +91,7 @@ def restore_int8_kernel(code_ptr, scale_ptr, out_ptr, CHANNELS: tl.constexpr, BL
 
 
 def restore_int8(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """int8 codes [N, K] times scale [N], float32, in another dtype. Bytes of [6144, 2048]: 38 MB, 8.8 us at 4.3 TB/s; torch takes 49."""
+    """Dequantizes int8 codes [N, K] with float32 scale [N]. [6144, 2048] has 38 MB of traffic, 8.8 us at 4.3 TB/s; torch takes 49 us."""
     outputs, channels = codes.shape
     require_shape("scale", scale, outputs)
     out = torch.empty(outputs, channels, dtype=dtype, device=codes.device)

@@ -1,4 +1,4 @@
-"""Keys and values to 8 bits and back: whole numbers, and a scale per token and head."""
+"""int8 quantization of keys and values, with a scale per token and head."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import triton.language as tl
 from torch import Tensor
 
 from .reference import INT8_MAX, MIN_SCALE, Int8Tokens
-from .reference import dequantize_tokens_reference as dequantize_tokens_reference  # apart from here: they run where there is no Triton
+from .reference import dequantize_tokens_reference as dequantize_tokens_reference  # defined there because they do not need Triton
 from .reference import quantize_tokens_reference as quantize_tokens_reference
 from .shapes import power_of_two, warps_for
 
-# Bytes for bfloat16 [2, 6425, 16, 128], keys and values: back from 8 bits 54 MB in, 105 MB out, 37 us at 4.3 TB/s; the copy in half
-# precision that it takes the place of at the last stage moves 210 MB. One program per token, as in `rotate_into_cache`.
+# Dequantizing keys and values to bfloat16 [2, 6425, 16, 128] reads 54 MB and writes 105 MB, 37 us at 4.3 TB/s; the bfloat16 copy that it
+# replaces at the last stage moves 210 MB. One program per token, as in `rotate_into_cache`.
 
 
 @triton.jit
-def rounded(source, numbers, scales, place, head, inside, HEADS: tl.constexpr, MOST: tl.constexpr, LEAST: tl.constexpr):
-    """One token: its channels [heads, channels] to whole numbers, and the scale of each head."""
+def quantize_token(source, numbers, scales, place, head, inside, HEADS: tl.constexpr, MAX_CODE: tl.constexpr, FLOOR: tl.constexpr):
+    """Quantizes one token [heads, channels] to int8 codes and a scale per head."""
     x = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), axis=1) / MOST, LEAST)  # [heads]
+    scale = tl.maximum(tl.max(tl.abs(x), axis=1) / MAX_CODE, FLOOR)  # [heads]
     whole = tl.floor(x / scale[:, None] + 0.5)
-    whole = tl.minimum(tl.maximum(whole, -MOST), MOST)
+    whole = tl.minimum(tl.maximum(whole, -MAX_CODE), MAX_CODE)
     tl.store(numbers + place, whole.to(tl.int8), mask=inside)
     tl.store(scales + head, scale, mask=head < HEADS)
 
 
 @triton.jit
-def restored(numbers, scales, target, place, head, inside, HEADS: tl.constexpr):
-    """The way back."""
+def dequantize_token(numbers, scales, target, place, head, inside, HEADS: tl.constexpr):
+    """Dequantizes one token."""
     whole = tl.load(numbers + place, mask=inside, other=0).to(tl.float32)
     scale = tl.load(scales + head, mask=head < HEADS, other=0.0)
     tl.store(target + place, (whole * scale[:, None]).to(target.dtype.element_ty), mask=inside)
@@ -40,7 +40,7 @@ def quantize_tokens_kernel(
     keys_ptr, values_ptr, starts_ptr, key_numbers_ptr, value_numbers_ptr, key_scales_ptr, value_scales_ptr, start,
     source_row, source_token, store_row, store_token, scales_row, scales_token,
     RAGGED: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_BLOCK: tl.constexpr, CHANNEL_BLOCK: tl.constexpr,
-    MOST: tl.constexpr, LEAST: tl.constexpr,
+    MAX_CODE: tl.constexpr, FLOOR: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64) + start
@@ -53,8 +53,8 @@ def quantize_tokens_kernel(
     source = row * source_row + token * source_token
     store = row * store_row + token * store_token
     scales = row * scales_row + token * scales_token
-    rounded(keys_ptr + source, key_numbers_ptr + store, key_scales_ptr + scales, place, head, inside, HEADS, MOST, LEAST)
-    rounded(values_ptr + source, value_numbers_ptr + store, value_scales_ptr + scales, place, head, inside, HEADS, MOST, LEAST)
+    quantize_token(keys_ptr + source, key_numbers_ptr + store, key_scales_ptr + scales, place, head, inside, HEADS, MAX_CODE, FLOOR)
+    quantize_token(values_ptr + source, value_numbers_ptr + store, value_scales_ptr + scales, place, head, inside, HEADS, MAX_CODE, FLOOR)
 
 
 @triton.jit
@@ -72,14 +72,14 @@ def dequantize_tokens_kernel(
     target = row * target_row + token * target_token
     store = row * store_row + token * store_token
     scales = row * scales_row + token * scales_token
-    restored(key_numbers_ptr + store, key_scales_ptr + scales, keys_ptr + target, place, head, inside, HEADS)
-    restored(value_numbers_ptr + store, value_scales_ptr + scales, values_ptr + target, place, head, inside, HEADS)
+    dequantize_token(key_numbers_ptr + store, key_scales_ptr + scales, keys_ptr + target, place, head, inside, HEADS)
+    dequantize_token(value_numbers_ptr + store, value_scales_ptr + scales, values_ptr + target, place, head, inside, HEADS)
 
 
 def quantize_tokens(keys: Tensor, values: Tensor, start: int | Tensor, new: int, store: Int8Tokens) -> None:
-    """Writes entries `start` to `start + new` of every row of keys and values [R, T, H, D] to the same places of a store.
+    """Quantizes entries `start` to `start + new` of every row of keys and values [R, T, H, D] into the same entries of a store.
 
-    start: a number, or one per row [R]. The store may have room for more or fewer tokens than T.
+    start: an int, or one per row, [R]. The store may have a capacity other than T.
     """
     rows, _, heads, head_dim = keys.shape
     starts = start.contiguous() if isinstance(start, Tensor) else None
@@ -89,12 +89,12 @@ def quantize_tokens(keys: Tensor, values: Tensor, start: int | Tensor, new: int,
             keys, values, starts, *store, 0 if starts is not None else start,
             *keys.stride()[:2], *store.keys.stride()[:2], *store.key_scales.stride()[:2],
             RAGGED=starts is not None, HEADS=heads, HEAD_DIM=head_dim, HEAD_BLOCK=head_block, CHANNEL_BLOCK=channel_block,
-            MOST=float(INT8_MAX), LEAST=MIN_SCALE, num_warps=warps_for(head_block * channel_block),
+            MAX_CODE=float(INT8_MAX), FLOOR=MIN_SCALE, num_warps=warps_for(head_block * channel_block),
         )  # fmt: skip
 
 
 def dequantize_tokens(store: Int8Tokens, keys: Tensor, values: Tensor) -> None:
-    """Writes the first T tokens of a store, times their scales, to keys and values [R, T, H, D]."""
+    """Dequantizes the first T tokens of a store into keys and values [R, T, H, D]."""
     rows, tokens, heads, head_dim = keys.shape
     if not tokens:
         return

@@ -1,4 +1,4 @@
-"""Layer norm, or root-mean-square norm, and modulation, with the residual addition before it."""
+"""Layer norm or RMS norm with modulation, optionally fused with the preceding residual addition."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .shapes import dense_channels, per_row, power_of_two, require_index, requir
 
 NORM_EPS = 1e-6
 
-# Bytes for bfloat16 [2, 4096, 2048], the least time at 4.3 TB/s, and what was measured on an H200:
-#   norm_modulate            x in, y out                      67 MB   15.6 us, 22.8 measured (torch: 134 MB in two kernels, 86.6 measured)
-#   residual_norm_modulate   x and update in, sum and y out  134 MB   31.2 us, 39.3 measured (torch: 235 MB in three, 143.5 measured)
-# One program per token: what it reads of scale, shift and gain, 4 KB each, is the row's and stays in the multiprocessor's first cache.
+# For bfloat16 [2, 4096, 2048], memory traffic, minimum time at 4.3 TB/s and measured time on an H200:
+#   norm_modulate            x in, y out                      67 MB   15.6 us, measured 22.8 (torch: 134 MB in two kernels, 86.6)
+#   residual_norm_modulate   x and update in, sum and y out  134 MB   31.2 us, measured 39.3 (torch: 235 MB in three kernels, 143.5)
+# One program per token. Scale, shift and gate of a row, 4 KB each, stay in the L1 cache.
 
 
 @triton.jit(do_not_specialize=["tokens", "images"])
@@ -27,14 +27,14 @@ def norm_modulate_kernel(
     x_ptr, index_ptr, image_ptr, update_ptr, gate_ptr, scale_ptr, shift_ptr, sum_ptr, out_ptr,
     tokens, images, x_row, x_token, update_row, update_token, gate_row, scale_row, shift_row, eps, inverse,
     INDEXED: tl.constexpr, PACKED: tl.constexpr, UPDATED: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, SHIFTED: tl.constexpr,
-    CENTRED: tl.constexpr, QUANTIZED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    CENTERED: tl.constexpr, QUANTIZED: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
     inside = channel < CHANNELS
     written = (row * tokens + token) * CHANNELS + channel
-    owner = row  # of the modulation
+    owner = row  # row of the modulation
     if PACKED:
         owner = row * images + tl.load(image_ptr + token).to(tl.int64)
     source = token
@@ -47,15 +47,15 @@ def norm_modulate_kernel(
             update *= tl.load(gate_ptr + owner * gate_row + channel, mask=inside, other=0.0).to(tl.float32)
         rounded = (x + update).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + written, rounded, mask=inside)
-        x = rounded.to(tl.float32)  # the norm is that of what later blocks read
-    # What modulates is on its way while threads meet for the sums.
+        x = rounded.to(tl.float32)  # normalize the rounded sum, which later blocks read
+    # Loaded before the reductions, to overlap with them.
     scale = 1.0
     shift = 0.0
     if SCALED:
         scale = tl.load(scale_ptr + owner * scale_row + channel, mask=inside, other=0.0).to(tl.float32)
     if SHIFTED:
         shift = tl.load(shift_ptr + owner * shift_row + channel, mask=inside, other=0.0).to(tl.float32)
-    if CENTRED:
+    if CENTERED:
         x = tl.where(inside, x - tl.sum(x, axis=0) / CHANNELS, 0.0)
     y = x * tl.rsqrt(tl.sum(x * x, axis=0) / CHANNELS + eps) * scale + shift
     if QUANTIZED:
@@ -69,19 +69,22 @@ def norm_modulate(
     shift: Tensor | None,
     index: Tensor | None = None,
     *,
-    centred: bool = True,
+    centered: bool = True,
     image: Tensor | None = None,
     dtype: torch.dtype | None = None,
     e4m3_scale: float | None = None,
 ) -> Tensor:
-    """layer_norm(x) * scale + shift for x [R, N, C], or for its tokens at `index` [R, K] only, which are then gathered on the way.
+    """Returns norm(x) * scale + shift for x [R, N, C], or for its tokens at `index` [R, K] only.
 
-    scale and shift are [R, 1, C], [C] for all rows (the weight and bias of a learned norm), or None for 1 and 0. With `image` [N] every row
-    of x holds the tokens of B rows, and scale and shift are [R * B, 1, C]: token n of row r takes those of row r * B + image[n].
-    centred: False is a root-mean-square norm. dtype: of the result, that of x by default; with `e4m3_scale` the result is divided by it and
-    rounded to e4m3.
+    Args:
+        scale, shift: [R, 1, C], or [C] for all rows, or None for 1 and 0.
+        centered: layer norm if True, RMS norm if False.
+        image: [N], if every row of x holds the tokens of B rows. scale and shift are then [R * B, 1, C], and token n of row r uses row
+            r * B + image[n].
+        dtype: of the result; by default that of x.
+        e4m3_scale: divide the result by this and round it to e4m3.
     """
-    return launch(x, index, None, None, scale, shift, centred, image, dtype, e4m3_scale)[1]
+    return launch(x, index, None, None, scale, shift, centered, image, dtype, e4m3_scale)[1]
 
 
 def residual_norm_modulate(
@@ -91,23 +94,23 @@ def residual_norm_modulate(
     scale: Tensor | None,
     shift: Tensor | None,
     *,
-    centred: bool = True,
+    centered: bool = True,
     image: Tensor | None = None,
     e4m3_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x + gate * update, and its layer norm times scale plus shift: [R, N, C] each.
+    """Returns x + gate * update and its modulated norm, [R, N, C] each.
 
-    gate, scale and shift are [R, 1, C] or [C]; no gate is a gate of 1. All else as in `norm_modulate`.
+    gate, scale and shift are [R, 1, C] or [C]; a gate of None is 1. See `norm_modulate` for the other arguments.
     """
     require_shape("update", update, *x.shape)
-    return launch(x, None, gate, dense_channels(update), scale, shift, centred, image, None, e4m3_scale)
+    return launch(x, None, gate, dense_channels(update), scale, shift, centered, image, None, e4m3_scale)
 
 
 def launch(
     x: Tensor, index: Tensor | None, gate: Tensor | None, update: Tensor | None, scale: Tensor | None, shift: Tensor | None,
-    centred: bool, image: Tensor | None, dtype: torch.dtype | None, e4m3_scale: float | None,
+    centered: bool, image: Tensor | None, dtype: torch.dtype | None, e4m3_scale: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns the sum, or x if there is no update, and the result."""
+    """Returns the sum, or x without an update, and the modulated norm."""
     rows, tokens, channels = x.shape
     images = images_in(image, rows, gate, scale, shift)
     x, (gate, scale, shift) = dense_channels(x), (each_row(one, rows * images, channels) for one in (gate, scale, shift))
@@ -125,7 +128,7 @@ def launch(
             tokens, images, *x.stride()[:2], *((0, 0) if update is None else update.stride()[:2]), *map(row_stride, (gate, scale, shift)),
             NORM_EPS, 1 / (e4m3_scale or 1.0),
             INDEXED=index is not None, PACKED=image is not None, UPDATED=update is not None, GATED=gate is not None,
-            SCALED=scale is not None, SHIFTED=shift is not None, CENTRED=centred, QUANTIZED=e4m3_scale is not None,
+            SCALED=scale is not None, SHIFTED=shift is not None, CENTERED=centered, QUANTIZED=e4m3_scale is not None,
             CHANNELS=channels, BLOCK=block, num_warps=warps_for(block),
         )  # fmt: skip
     return x if total is None else total, out
@@ -140,14 +143,14 @@ def row_stride(modulation: Tensor | None) -> int:
 
 
 def images_in(image: Tensor | None, rows: int, *modulations: Tensor | None) -> int:
-    """How many rows of the modulations each of `rows` packed rows holds."""
+    """Returns the number of rows in each packed row."""
     if image is None:
         return 1
     return max((one.shape[0] // rows for one in modulations if one is not None and one.ndim == 3), default=1) or 1
 
 
 def of_tokens(modulation: Tensor | None, rows: int, image: Tensor | None) -> Tensor | None:
-    """[R * B, 1, C] for every token of packed rows, [R, N, C]; all else as it is."""
+    """Expands [R * B, 1, C] to the tokens of packed rows, [R, N, C]; returns other modulations unchanged."""
     if modulation is None or image is None or modulation.ndim == 1 or modulation.shape[0] == 1:
         return modulation
     return modulation.unflatten(0, (rows, -1))[:, image.long(), 0]
@@ -159,7 +162,7 @@ def norm_modulate_reference(
     shift: Tensor | None,
     index: Tensor | None = None,
     *,
-    centred: bool = True,
+    centered: bool = True,
     image: Tensor | None = None,
     dtype: torch.dtype | None = None,
     e4m3_scale: float | None = None,
@@ -168,7 +171,7 @@ def norm_modulate_reference(
         x = x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]).long())
     x = x if dtype is None else x.to(torch.promote_types(x.dtype, dtype))
     scale, shift = (of_tokens(modulation, x.shape[0], image) for modulation in (scale, shift))
-    y = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) if centred else F.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
+    y = F.layer_norm(x, x.shape[-1:], eps=NORM_EPS) if centered else F.rms_norm(x, x.shape[-1:], eps=NORM_EPS)
     if scale is not None:
         y = y * scale if shift is None else torch.addcmul(shift, y, scale)
     elif shift is not None:

@@ -1,8 +1,8 @@
-"""Group norm, SiLU and the 3x3 convolution to a few channels that ends a decoder, for images whose channels lie side by side.
+"""Group norm, SiLU and the final 3x3 convolution of a decoder to at most four channels, for channels-last images.
 
-A kernel of its own, since three channels are fewer than tensor cores take at a time: cuDNN's convolution takes 318 microseconds on an
-H200 for 1024 x 1024 pixels of 128 channels, after 150 in which the normalised map is written. Here it is never written. Every pixel is
-normalised once and multiplied by all nine weights of every output channel; sums go to the neighbours that they belong to.
+Three output channels are too few for tensor cores: on an H200, for 1024 x 1024 pixels of 128 channels, cuDNN's convolution takes 318 us
+after 150 us for writing the normalized input. This kernel does not write it. It normalizes each pixel once, multiplies it by all nine
+weights of every output channel, and adds the products to the neighboring pixels.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from torch import Tensor
 from .group_norm import Sums, group_norm_silu_reference, mean_and_scale
 from .shapes import image_sizes, power_of_two, require_shape
 
-# The input is read twice, once for its mean and variance: 0.54 GB for bfloat16, 1024 x 1024 pixels with 128 channels, at the least 0.13 ms
-# at 4.3 TB/s.
-TILE = 16384  # bytes of pixels that a program works on at a time
-COLUMNS = 64  # of a tile, at most: what the tensor cores of a warp group take at a time
-ROWS = 32  # of a program, at most: it reads two more
+# The input is read twice, once for mean and variance: 0.54 GB for 1024 x 1024 pixels of 128 channels in bfloat16, 0.13 ms at 4.3 TB/s.
+TILE = 16384  # bytes of pixels per step
+COLUMNS = 64  # maximum per tile: the size that a warp group's tensor cores process at once
+ROWS = 32  # maximum per program, which reads two more
 MIN_ROWS = 8
 PROGRAMS = 1056  # eight per multiprocessor of an H200
-STAGES = 3  # rows that are on their way at a time
+STAGES = 3  # pipeline stages, in rows
 WARPS = 4
 
 
@@ -33,9 +32,9 @@ def group_norm_silu_conv_kernel(
     weight_out, weight_in, weight_row, weight_column,
     CHANNELS: tl.constexpr, OUT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One program per image, some of its rows and some of its columns, with one more on every side.
+    """Computes a block of rows and columns of one image per program, reading a border of one pixel.
 
-    It goes down row by row. A row adds to three rows of the result: the one above, which it ends, its own, and the one below.
+    Each input row contributes to three output rows: the one above, which is then complete, its own, and the one below.
     """
     image = tl.program_id(2).to(tl.int64)
     top = tl.program_id(1) * rows
@@ -47,14 +46,14 @@ def group_norm_silu_conv_kernel(
     scale = tl.load(scale_ptr + image * CHANNELS + channel, mask=there, other=0.0)[None, :]
     norm_bias = tl.load(norm_bias_ptr + channel, mask=there, other=0.0).to(tl.float32)[None, :]
 
-    slot = tl.arange(0, 16)  # of the sums of a pixel: for the pixel on its right, itself and on its left, four output channels each
+    slot = tl.arange(0, 16)  # sums of a pixel: for its right neighbor, itself and its left neighbor, four output channels each
     side, out_channel = slot // 4, slot % 4
     used = there[:, None] & ((side < 3) & (out_channel < OUT))[None, :]
     weight_ptr += channel[:, None] * weight_in + (out_channel * weight_out + side * weight_column)[None, :]
     for_below = tl.load(weight_ptr, mask=used, other=0.0)
     for_own = tl.load(weight_ptr + weight_row, mask=used, other=0.0)
     for_above = tl.load(weight_ptr + 2 * weight_row, mask=used, other=0.0)
-    source = tl.minimum(tl.maximum(place[:, None] + side[None, :] - 1, 0), COLUMNS - 1)  # the pixel whose sum belongs here
+    source = tl.minimum(tl.maximum(place[:, None] + side[None, :] - 1, 0), COLUMNS - 1)  # pixel that computed the sum for this one
     final = tl.arange(0, 4)
     bias = tl.load(bias_ptr + final, mask=final < OUT, other=0.0).to(tl.float32)[None, :]
     own = (place > 0) & (place < COLUMNS - 1) & (column < width)
@@ -68,7 +67,7 @@ def group_norm_silu_conv_kernel(
         pixel = (image * height + row) * width + column
         x = tl.load(x_ptr + pixel[:, None] * CHANNELS + channel[None, :], mask=inside & there[None, :], other=0.0)
         y = (x.to(tl.float32) - mean) * scale + norm_bias
-        y = tl.where(inside, y / (1.0 + tl.exp(-y)), 0.0).to(x.dtype)  # the convolution reads zeros beyond the edges
+        y = tl.where(inside, y / (1.0 + tl.exp(-y)), 0.0).to(x.dtype)  # the convolution pads with zeros
         ended = tl.dot(y, for_above, above, input_precision="ieee")
         above = tl.dot(y, for_own, here, input_precision="ieee")
         here = tl.dot(y, for_below, input_precision="ieee")
@@ -87,10 +86,13 @@ def group_norm_silu_conv(
     bias: Tensor,
     sums: Sums | None = None,
 ) -> Tensor:
-    """conv2d(silu(group_norm(x)), weight, bias, padding=1) of x [B, C, H, W] in channels-last layout, which the result has too; weight
-    [O, C, 3, 3] of at most 256 channels to at most 4. What is normalised is rounded to the dtype of x, the result is in float32.
+    """Returns conv2d(silu(group_norm(x)), weight, bias, padding=1) in float32 for channels-last x [B, C, H, W], also channels-last.
 
-    With the sums of x a pass less.
+    The normalized input is rounded to the dtype of x.
+
+    Args:
+        weight: [O, C, 3, 3] with C at most 256 and O at most 4.
+        sums: of x, if known, which saves a pass.
     """
     images, channels, _ = image_sizes(x)
     height, width = x.shape[2:]
@@ -114,6 +116,6 @@ def group_norm_silu_conv(
 def group_norm_silu_conv_reference(
     x: Tensor, groups: int, norm_weight: Tensor, norm_bias: Tensor, eps: float, weight: Tensor, bias: Tensor
 ) -> Tensor:
-    """The same as torch computes it, in the dtype of x until the end."""
+    """Computes the same in torch, in the dtype of x up to the end."""
     y = F.conv2d(group_norm_silu_reference(x, groups, norm_weight, norm_bias, eps), weight, bias, padding=1)
     return y if x.dtype == torch.float64 else y.float()

@@ -1,4 +1,4 @@
-"""Eight-bit numbers in plain torch: e4m3, and int8 keys and values. It runs without Triton, too."""
+"""8-bit formats in plain torch, without Triton: e4m3, and int8 keys and values."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 INT8_MAX = 127
-MIN_SCALE = 1e-30  # only keeps a zero vector from dividing by zero
+MIN_SCALE = 1e-30  # avoids division by zero for zero vectors
 
 
 def to_e4m3(x: Tensor, scale: float) -> Tensor:
-    """x / scale, rounded; what is too large becomes the largest number, and NaN stays NaN."""
+    """Returns x / scale in e4m3. Values out of range are clamped; NaN stays NaN."""
     return (x.to(torch.promote_types(x.dtype, torch.float32)) / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def from_e4m3(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """What `to_e4m3` was given, as far as eight bits tell."""
+    """Returns the dequantized values of `to_e4m3`."""
     return (x.float() * scale).to(dtype)
 
 
 class Int8Tokens(NamedTuple):
-    """Whole numbers from -127 to 127, and what multiplies those of a head."""
+    """int8 keys and values in [-127, 127], with one scale per token and head."""
 
     keys: Tensor  # [R, S, H, D], int8
     values: Tensor
@@ -33,7 +33,7 @@ class Int8Tokens(NamedTuple):
 
     @property
     def pairs(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Numbers and scales of keys, then of values."""
+        """Codes and scales of the keys, then of the values."""
         return (self.keys, self.key_scales), (self.values, self.value_scales)
 
 

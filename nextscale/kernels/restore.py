@@ -1,4 +1,4 @@
-"""FastVAR's restoration: tokens that were run take what was computed, the others what an earlier stage computed there."""
+"""FastVAR's restoration: computed tokens use new values, all others the resized values of an earlier stage."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import Tensor
 
 from .shapes import dense_channels, per_row, power_of_two, require_index, require_shape, warps_for
 
-# Bytes for bfloat16 [2, 4096, 2048], half of the tokens run, memory of 24 x 24: base in 34 MB, update 17 MB, memory 5 MB (its
-# overlapping reads come from the second cache), result 34 MB: 89 MB, 21 us at 4.3 TB/s. Torch gathers, adds, resizes and scatters: 293 MB.
-# Measured on an H200: 40 us, torch 216.
-# One program per token. Whether it was run is found by bisection in the ascending index, whose loads all programs of a row share.
+# For bfloat16 [2, 4096, 2048] with half of the tokens computed and a memory of 24 x 24: base in 34 MB, update 17 MB, memory 5 MB
+# (overlapping reads come from the L2 cache), result 34 MB; 89 MB in total, 21 us at 4.3 TB/s. Torch gathers, adds, resizes and scatters
+# 293 MB. Measured on an H200: 40 us, torch 216. Each program handles one token and looks it up in the ascending index by bisection.
 
 
 @triton.jit(do_not_specialize=["tokens", "kept", "memory_height", "memory_width", "height", "width"])
@@ -27,14 +26,14 @@ def restore_tokens_kernel(
     TALLEST: tl.constexpr, WIDEST: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0)  # 32 bits: the places on the grid take four divisions
+    token = tl.program_id(0)  # 32-bit, for faster divisions below
     channel = tl.arange(0, BLOCK)
     inside = channel < CHANNELS
     base = tl.zeros([BLOCK], dtype=tl.float32)
-    if BASED:  # asked for before the search, whose time it takes to come
+    if BASED:  # loaded before the search, to overlap with it
         base = tl.load(base_ptr + row * base_row + token.to(tl.int64) * base_token + channel, mask=inside, other=0.0).to(tl.float32)
     own = index_ptr + row * kept
-    before = tl.zeros([], dtype=tl.int32)  # how many of the tokens that were run come before this one
+    before = tl.zeros([], dtype=tl.int32)  # number of computed tokens before this one
     for step in tl.static_range(STEPS):
         further = before + (1 << (STEPS - 1 - step))
         entry = tl.load(own + further - 1, mask=further <= kept, other=0)
@@ -69,7 +68,7 @@ def restore_tokens_kernel(
 
 @cache
 def widest_window(source: int, target: int) -> int:
-    """The most of `source` cells that a cell of `target` takes the mean of when resizing by area."""
+    """Returns the maximum number of `source` cells that area resizing averages for one of `target` cells."""
     return max(-(-(i + 1) * source // target) - i * source // target for i in range(target))
 
 
@@ -84,11 +83,13 @@ def restore_tokens(
     gate: Tensor | None = None,
     cells: Tensor | None = None,
 ) -> Tensor:
-    """memory [R, h * w, C] of a grid `size`, area-resized to `grid`, with fresh [R, K, C] in its place at `index` [R, K].
+    """Returns memory [R, h * w, C] of grid `size`, area-resized to `grid`, with fresh [R, K, C] at positions `index` [R, K].
 
-    index: positions in ascending order, as `Tokens.top` gives them; repeated ones stand for the same token.
-    gain: [R, 1, C], multiplies both. base: [R, N, C], added everywhere. cells: [R, N], where on the grid the tokens lie; None: every
-    cell in raster order.
+    Args:
+        index: positions in ascending order, as returned by `Tokens.top`; repeated positions mean the same token.
+        gate: [R, 1, C], factor of both inputs.
+        base: [R, N, C], added to the result.
+        cells: [R, N], grid cells of the tokens. None: all cells in raster order.
     """
     rows, _, channels = memory.shape
     require_shape("memory", memory, rows, size[0] * size[1], channels)

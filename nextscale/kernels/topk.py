@@ -1,4 +1,4 @@
-"""The tokens of a row with the largest scores: FastVAR selects these before every sublayer."""
+"""Indices of the tokens with the largest scores, which FastVAR selects before every sublayer."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Tensor
 
 from .shapes import power_of_two
 
-# One launch and a few kilobytes, where torch sorts twice, stably, for which it takes several launches each: with FastVAR's preset for
-# infinity-2b 150 selections among 1024 or 1600 tokens a request. One program per row keeps all scores in registers and finds the smallest
-# kept one two bits at a time: 16 rounds in which the scores above three thresholds are counted at once. Comparing every token with all
-# others took 17 us for one pair of rows of 4096 tokens on an H200, but grew with the batch.
+# One launch with little traffic; torch would run two stable sorts of several launches each. FastVAR's preset for infinity-2b makes 150
+# selections among 1024 or 1600 tokens per request. One program per row keeps all scores in registers and finds the smallest selected score
+# two bits at a time, in 16 rounds that count the scores above three thresholds. Comparing all pairs of tokens took 17 us for a pair of rows
+# of 4096 tokens on an H200, but grew with the batch.
 
-LONGEST = 16384  # tokens of a row that a program holds; longer rows are sorted by torch
+MAX_TOKENS = 16384  # per row and program; longer rows are sorted by torch
 
 
 @triton.jit
 def sortable(score):
-    """Whole numbers in the same order; both zeros are equal, and what is not a number is larger than all."""
+    """Maps floats to integers in the same order. Both zeros are equal, and NaN is the largest."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(score != score, 0x7FFFFFFF, ordered)
@@ -32,7 +32,7 @@ def topk_indices_kernel(score_ptr, out_ptr, tokens, keep, score_row, BLOCK: tl.c
     inside = token < tokens
     scores = sortable(tl.load(score_ptr + row * score_row + token, mask=inside, other=0.0)).to(tl.int64) + 0x80000000  # 32 bits, unsigned
     scores = tl.where(inside, scores, -1)
-    least = tl.zeros([], dtype=tl.int64)  # the largest number that at least `keep` scores reach
+    least = tl.zeros([], dtype=tl.int64)  # largest threshold that at least `keep` scores reach
     for step in range(16):
         unit = tl.full([], 1, tl.int64) << (30 - 2 * step)
         reached = (scores >= least + unit).to(tl.int64)
@@ -43,16 +43,16 @@ def topk_indices_kernel(score_ptr, out_ptr, tokens, keep, score_row, BLOCK: tl.c
         least += (higher + ((count >> 40) >= keep).to(tl.int64)) * unit
     above = scores > least
     equal = scores == least
-    first = tl.cumsum(equal.to(tl.int32), axis=0)  # of equals the first are taken
+    first = tl.cumsum(equal.to(tl.int32), axis=0)  # ties: lowest index first
     kept = above | (equal & (first <= keep - tl.sum(above.to(tl.int32), axis=0)))
     place = tl.cumsum(kept.to(tl.int32), axis=0) - 1
     tl.store(out_ptr + row * keep + place, token.to(tl.int64), mask=kept)
 
 
 def topk_indices_sorted(score: Tensor, keep: int) -> Tensor:
-    """Positions of the `keep` largest entries of every row of score [R, N], float32, ascending: [R, keep]. Of equals the first is taken."""
+    """Returns the indices [R, keep] of the largest entries of each row of score [R, N], float32, in ascending order. Ties: lowest first."""
     rows, tokens = score.shape
-    if tokens > LONGEST:
+    if tokens > MAX_TOKENS:
         return topk_indices_sorted_reference(score, keep)
     out = torch.empty(rows, keep, dtype=torch.int64, device=score.device)
     if not out.numel():
@@ -65,5 +65,5 @@ def topk_indices_sorted(score: Tensor, keep: int) -> Tensor:
 
 
 def topk_indices_sorted_reference(score: Tensor, keep: int) -> Tensor:
-    order = score.argsort(dim=1, descending=True, stable=True)  # of equals the first
+    order = score.argsort(dim=1, descending=True, stable=True)  # ties: lowest index first
     return order[:, :keep].sort(dim=1).values

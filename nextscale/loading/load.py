@@ -197,7 +197,7 @@ def identify(path: Path) -> list[str]:
 def quantize_model(model: NextScaleModel, quantize: Quantize, device: torch.device | None = None, keep: Collection[str] = ()) -> None:
     """Quantizes the weights of the blocks, one layer at a time, on `device`; a model in host memory takes no more of a GPU than its bytes.
 
-    device: by default the model's. keep: names of layers that stay as they are (`models.quantization.PRODUCTS`).
+    device: by default the model's. keep: names of layers that stay as they are (`models.quantization.BLOCK_LINEARS`).
     """
     device = device or model.device
     model.fingerprint = fingerprint(model)

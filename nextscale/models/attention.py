@@ -1,4 +1,4 @@
-"""Self-attention over the keys and values of all stages, and cross-attention to the prompt."""
+"""Self-attention over the keys and values of all stages, and cross-attention to the text."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ MAX_LOG_SCALE = math.log(100)
 
 
 def logit_scale(log: Tensor) -> Tensor:
-    """Converts learned logarithms [...], one per head, to factors of unit queries, [..., 1]."""
+    """Converts learned log scales [...], one per head, to factors [..., 1] of normalized queries."""
     return log.float().clamp(max=MAX_LOG_SCALE).exp()[..., None]
 
 
 def cosine_scale(head_dim: int) -> float:
-    """Returns the scale of the product of two `unit_vectors`, each sqrt(D) times longer than 1."""
+    """Returns the attention scale for `unit_vectors`, whose length is sqrt(head_dim)."""
     return 1 / head_dim
 
 
@@ -44,7 +44,7 @@ class SelfAttention(nn.Module):
         rope, cache, factor, packing = ctx.cond.rope, ctx.cache[self.layer], ctx.cond.logit_scales[self.layer], tokens.packing
         interleaved = rope is None or (isinstance(rope, InterleavedRope) and not tokens.prefix)
         if interleaved and kernels.available(x) and not isinstance(cache, NoCache):
-            # Before the product: at the last stage it frees memory that the rest can use.
+            # Reserve before the projection: at the last stage this frees memory that the projection can use.
             view = cache.reserve(tokens.rows_of(x), tokens.num_tokens, tokens, finite_tails=not reads_lengths(x))
             qkv = self.qkv(x).view(*x.shape[:2], 3, self.heads, self.head_dim)
             rotation = rope.table(tokens.stage) if isinstance(rope, InterleavedRope) else None
@@ -54,7 +54,7 @@ class SelfAttention(nn.Module):
             stores = (view.keys, view.values, view.start)
             q = kernels.rotate_into_cache(qkv, factor, rotation, index, *stores, packed=packed)
             cache.written(view, tokens.num_tokens)
-            del qkv  # three times the queries, which attention and what follows can use
+            del qkv  # frees its memory before attention
         else:
             rotate = None if rope is None else lambda qk: rope.apply_rotary(qk, tokens)
             q, k, v = self.queries_keys_values(x, factor, rotate)
@@ -73,15 +73,15 @@ class SelfAttention(nn.Module):
     def queries_keys_values(
         self, x: Tensor, factor: Tensor | None, rotate: Callable[[Tensor], Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns [R, N, H, D] each; `rotate` applies positions to queries and keys [R, N, 2, H, D]."""
+        """Returns queries, keys and values [R, N, H, D] each; `rotate` applies RoPE to queries and keys [R, N, 2, H, D]."""
         qkv = self.qkv(x).view(*x.shape[:2], 3, self.heads, self.head_dim)
-        qk = qkv.narrow(2, 0, 2).float()  # normalized and rotated in float32, queries and keys at once
+        qk = qkv.narrow(2, 0, 2).float()  # normalized and rotated in float32
         if factor is not None:
             qk = unit_vectors(qk)
         if rotate is not None:
             qk = rotate(qk)
         q, k = qk.unbind(2)
-        if factor is not None:  # in one pass, except where gradients are wanted, which know no `out`
+        if factor is not None:  # one pass, except with gradients, which `out` does not support
             grad = torch.is_grad_enabled()
             q = (q * factor).to(qkv.dtype) if grad else torch.mul(q, factor, out=torch.empty_like(q, dtype=qkv.dtype))
         return q, k, qkv.select(2, 2)
@@ -89,16 +89,16 @@ class SelfAttention(nn.Module):
 
 @dataclass(frozen=True)
 class TextAttentionConfig:
-    """Options of cross-attention to the prompt."""
+    """Options of cross-attention to the text."""
 
     channels: int  # of the text features
     cosine: bool = False  # as in BlockConfig
-    sharpness: float = 1.0  # of attention without cosine: factor of the usual scale
-    learned_norm: bool = False  # the norm before it has a weight and a bias
+    sharpness: float = 1.0  # multiplies 1/sqrt(head_dim) without cosine attention
+    learned_norm: bool = False  # the preceding norm has a weight and a bias
 
 
 class CrossAttention(nn.Module):
-    """Attention to the prompt, whose keys and values do not depend on the stage and are computed once per request."""
+    """Cross-attention to the text. Its keys and values do not depend on the stage and are computed once per request."""
 
     def __init__(self, layer: int, dim: int, heads: int, text: TextAttentionConfig) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class CrossAttention(nn.Module):
         self.scale = cosine_scale(dim // heads) if text.cosine else text.sharpness / math.sqrt(dim // heads)
 
     def text_keys_values(self, text: Tensor) -> Tensor:
-        """Projects text rows [rows, C] to [rows, 2, H, D]. The keys include the logit scale, so that no stage has to apply it."""
+        """Projects text rows [rows, C] to keys and values [rows, 2, H, D]. The keys include the logit scale."""
         kv = self.kv(text).unflatten(-1, (2, self.heads, -1))
         if self.log_temperature is None:
             return kv
@@ -122,7 +122,7 @@ class CrossAttention(nn.Module):
         text = ctx.cond.text
         assert text is not None
         keys, values = text.keys_values[self.layer]
-        q = self.q(x[: keys.shape[0]]).unflatten(-1, (self.heads, -1))  # a single row of text serves all rows: see TextContext
+        q = self.q(x[: keys.shape[0]]).unflatten(-1, (self.heads, -1))  # one row of text may serve all rows: see TextContext
         out = attend_rows(
             q, keys, values, text.lengths, self.scale,
             mask=text.mask, packing=tokens.packing, captured=ctx.captured, unit=self.unit, e4m3_scale=input_scale_of(self.proj),

@@ -1,4 +1,4 @@
-"""The transformer block that all backbones share: self-attention, cross-attention where there is text, feed-forward."""
+"""The transformer block of all backbones: self-attention, optional cross-attention to the text, and feed-forward."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class BlockConfig:
-    """Sizes and options of a block."""
+    """Sizes and options of a transformer block."""
 
     dim: int
     heads: int
     hidden_dim: int
     _: KW_ONLY
-    cosine: bool = True  # queries and keys of unit length with a learned logit scale per head
-    modulation: Literal["own", "shared"] | None = None  # by the condition; "shared": one for all blocks, plus a table per block
-    rms_norm: bool = False  # one learned root-mean-square norm for all sublayers, in place of plain layer norms
-    gated: bool = False  # feed-forward with a SiLU gate and no biases
+    cosine: bool = True  # normalized queries and keys with a learned logit scale per head
+    modulation: Literal["own", "shared"] | None = None  # AdaLN per block, or shared by all blocks plus a learned table per block
+    rms_norm: bool = False  # one learned RMS norm for all sublayers instead of layer norms without weights
+    gated: bool = False  # feed-forward with a SiLU gate and without biases
     text: TextAttentionConfig | None = None
 
     @property
@@ -47,23 +47,23 @@ def rms_norm(dim: int) -> nn.RMSNorm:
 
 
 class Sublayer(NamedTuple):
-    """A residual sublayer: it adds gate * run(norm(x) * scale + shift). Calling it returns that for x [R, N, C]."""
+    """A residual sublayer. Calling it on x [R, N, C] returns the update gate * run(norm(x) * scale + shift)."""
 
     norm: nn.Module
-    scale: Tensor | None  # [R, 1, C] each; None where no condition modulates
+    scale: Tensor | None  # [R, 1, C] each; None without modulation
     shift: Tensor | None
     gate: Tensor | None
     run: Callable[[Tensor, Tokens, ForwardContext], Tensor]
-    input_scale: float | None  # of the e4m3 input of `run`; None: in the model's dtype
+    input_scale: float | None  # of `run`'s e4m3 input; None: the input has the model's dtype
 
     def __call__(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         update, gate = self.update(x, tokens, ctx)
         return update if gate is None else tokens.of_rows(gate) * update
 
     def update(self, x: Tensor, tokens: Tokens, ctx: ForwardContext, index: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Runs the sublayer on x, or on the `tokens` at `index` [R, K] of x; returns the update and the gate that is still to be applied.
+        """Runs the sublayer on x, or on the `tokens` at `index` [R, K] of x; returns the update and a gate that remains to be applied.
 
-        In torch that is None: the update is multiplied by the gate. Kernels that add the update multiply it themselves.
+        In torch the update is already gated, and the gate is None. With kernels the addition applies the gate.
         """
         update = self.run(self.normed(x, tokens, index), tokens, ctx)
         if self.gate is None or kernels.available(x):
@@ -71,14 +71,14 @@ class Sublayer(NamedTuple):
         return tokens.of_rows(self.gate) * update, None
 
     def normed(self, x: Tensor, tokens: Tokens, index: Tensor | None = None) -> Tensor:
-        """Returns the input of `run`."""
+        """Returns the normalized and modulated input of `run`."""
         if kernels.available(x):
             return kernels.norm_modulate(x, *self._affine, index, **self._settings(tokens))
         y = self.norm(x if index is None else x.gather(1, index[..., None].expand(-1, -1, x.shape[-1])))
         return y if self.scale is None or self.shift is None else torch.addcmul(tokens.of_rows(self.shift), y, tokens.of_rows(self.scale))
 
     def add_and_norm(self, x: Tensor, before: Sublayer, update: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Adds the update of the sublayer before in one pass with the norm; returns the sum and the input of `run`."""
+        """Adds `update` of the sublayer `before` to x and normalizes in one kernel; returns the sum and the input of `run`."""
         return kernels.residual_norm_modulate(x, before.gate, update, *self._affine, **self._settings(tokens))
 
     @property
@@ -88,38 +88,38 @@ class Sublayer(NamedTuple):
 
     def _settings(self, tokens: Tokens) -> dict[str, Any]:
         image = None if tokens.packing is None else tokens.packing.image
-        return {"centred": isinstance(self.norm, nn.LayerNorm), "image": image, "e4m3_scale": self.input_scale}
+        return {"centered": isinstance(self.norm, nn.LayerNorm), "image": image, "e4m3_scale": self.input_scale}
 
 
 def run_sublayers(
     sublayers: Sequence[Sublayer], x: Tensor, tokens: Tokens, ctx: ForwardContext, store: Callable[[int, Tensor], None] | None = None
 ) -> Tensor:
-    """Runs sublayers of one block or of several in order. With kernels, an addition and the norm that follows are one pass.
+    """Runs sublayers in order. With kernels, each addition is fused with the next norm.
 
-    `store` takes the number of a sublayer and its update, before the gate with kernels and behind it in torch, as `Sublayer.update` does.
+    `store` receives the index and update of each sublayer: before the gate with kernels, after the gate in torch (see `Sublayer.update`).
     """
     if not kernels.available(x):
-        for number, one in enumerate(sublayers):
-            update = one(x, tokens, ctx)
+        for i, sublayer in enumerate(sublayers):
+            update = sublayer(x, tokens, ctx)
             if store is not None:
-                store(number, update)
+                store(i, update)
             x = x + update
         return x
     y = sublayers[0].normed(x, tokens)
-    for number, one in enumerate(sublayers):
-        update = one.run(y, tokens, ctx)
+    for i, sublayer in enumerate(sublayers):
+        update = sublayer.run(y, tokens, ctx)
         if store is not None:
-            store(number, update)
-        if number + 1 < len(sublayers):
-            x, y = sublayers[number + 1].add_and_norm(x, one, update, tokens)
+            store(i, update)
+        if i + 1 < len(sublayers):
+            x, y = sublayers[i + 1].add_and_norm(x, sublayer, update, tokens)
     gate = sublayers[-1].gate
     return x + update if gate is None else torch.addcmul(x, tokens.of_rows(gate), update)
 
 
 class Block(nn.Module):
-    """Residual sublayers, each behind a norm; a condition may scale, shift and gate attention and feed-forward."""
+    """A transformer block of residual sublayers with norms; a condition may scale, shift and gate attention and feed-forward."""
 
-    changes_input: ClassVar[bool] = False  # True: `forward` does more than run the sublayers
+    changes_input: ClassVar[bool] = False  # True if `forward` does more than run the sublayers
 
     def __init__(self, layer: int, config: BlockConfig) -> None:
         super().__init__()
@@ -151,9 +151,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         if kernels.available(x):
             return run_sublayers(self.sublayers(ctx), x, tokens, ctx)
-        for one in self.sublayers(ctx):
-            update = one.run(one.normed(x, tokens), tokens, ctx)
-            x = x + update if one.gate is None else torch.addcmul(x, tokens.of_rows(one.gate), update)
+        for sublayer in self.sublayers(ctx):
+            update = sublayer.run(sublayer.normed(x, tokens), tokens, ctx)
+            x = x + update if sublayer.gate is None else torch.addcmul(x, tokens.of_rows(sublayer.gate), update)
         return x
 
     def _run_feed_forward(self, y: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
@@ -161,7 +161,7 @@ class Block(nn.Module):
 
 
 def run_in_order(blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-    """Runs one block after another; with kernels, neighbours as one chain of sublayers."""
+    """Runs blocks in order; with kernels, consecutive blocks run as one chain of sublayers, to fuse across block boundaries."""
     chain: list[Sublayer] = []
     for block in blocks:
         if kernels.available(x) and not block.changes_input:

@@ -1,4 +1,4 @@
-"""What the stages of a request share: the condition, the caches, and which rows still run."""
+"""Per-request state of the backbones: the condition, the caches and the CFG branches that still run."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .text_context import TextContext
 
 @dataclass(slots=True)
 class Conditioning:
-    """Everything that follows from the prompt or class, computed once per request."""
+    """Tensors derived from the prompts and the schedule, computed once per request."""
 
-    start: Tensor  # [R, 1, C], the first stage's token before the level is added
+    start: Tensor  # [R, 1, C], first token of the first stage, without the level embedding
     logit_scales: list[Tensor | None]  # per layer, [H, 1]
-    modulation: list[Modulation] = field(default_factory=list)  # per layer; empty where blocks are not modulated
+    modulation: list[Modulation] = field(default_factory=list)  # per layer; empty if blocks are not modulated
     head: HeadModulation | None = None
-    prefix: Tensor | None = None  # [R, S, C], text tokens that stand before it, without the level too
+    prefix: Tensor | None = None  # [R, S, C], text tokens before `start`, without the level embedding
     text: TextContext | None = None
     rope: Rope | None = None
-    refiner: Conditioning | None = None  # of a second, smaller stack of blocks (STAR)
+    refiner: Conditioning | None = None  # for STAR's second stack of blocks
 
     def copy(self) -> Conditioning:
-        """A condition with the same tensors; rows that leave the copy stay here."""
+        """Returns a copy that shares the tensors; dropping rows of the copy does not affect the original."""
         return replace(self, refiner=None if self.refiner is None else self.refiner.copy())
 
     def keep_rows(self, rows: Rows) -> None:
@@ -47,26 +47,26 @@ class Conditioning:
 
 @dataclass(slots=True)
 class ForwardContext:
-    """Everything that has one entry per running row: the conditional rows first, then the unconditional ones while they run."""
+    """Per-row state of a forward pass: conditional rows first, then unconditional rows while they run."""
 
     batch: int
     cond: Conditioning
     cache: Sequence[LayerCache]
     memory: StageMemory
     cfg_branches: CfgBranches
-    method_rng: Rng  # random numbers for methods
-    computed: ComputedCells | None = None  # where the caller wants to see what was computed
-    attention_mask: Tensor | None = None  # [1, 1, T, T], where several stages are read in one pass
-    measured: dict[range, Any] = field(default_factory=dict)  # spans that find their number of tokens as they run, with that number
-    captured: bool = False  # launches cost the host nothing
-    data_dependent: bool = False  # the method may leave out tokens of one image and not of another
+    method_rng: Rng  # random numbers of methods, separate from those of sampling
+    computed: ComputedCells | None = None  # records computed cells if the caller requested compute masks
+    attention_mask: Tensor | None = None  # [1, 1, T, T], if several stages run in one pass
+    measured: dict[range, Any] = field(default_factory=dict)  # token counts of spans that choose them at run time
+    captured: bool = False  # True inside CUDA graph capture
+    data_dependent: bool = False  # the method may select different numbers of tokens per image
 
     def keep(self, cfg_branches: CfgBranches) -> None:
-        """Drops the rows of the other cfg branch. Rows leave and never return; "both" keeps those that still run."""
+        """Keeps the rows of `cfg_branches` and drops the others for the rest of the request; "both" changes nothing."""
         if cfg_branches in ("both", self.cfg_branches):
             return
         if self.cfg_branches != "both":
-            raise ValueError(f"the {cfg_branches} rows do not run any more: only {self.cfg_branches} rows are left")
+            raise ValueError(f"cfg_branches must be {self.cfg_branches!r}, since the other rows were dropped; got {cfg_branches!r}.")
         self._keep_rows(slice(0, self.batch) if cfg_branches == "cond" else slice(self.batch, None))
         self.cfg_branches = cfg_branches
 

@@ -1,4 +1,4 @@
-"""The feed-forward sublayer of a block, in pieces that bound what it holds on the way."""
+"""Feed-forward sublayers, computed in chunks to limit the memory of hidden states."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch import Tensor, nn
 from .. import kernels
 from .quantization import AnyLinear, Int8Linear, input_scale_of
 
-PIECE = 8192  # tokens that a feed-forward takes at a time, as many as the last stage of one guided image of 1024 x 1024 pixels has
+CHUNK_TOKENS = 8192  # the last stage of one image of 1024 x 1024 pixels with CFG
 
 
-def in_pieces(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`run` of tokens [R, N, C], which treats each by itself, for at most PIECE of them at a time."""
-    if torch.is_grad_enabled() or x.shape[0] * x.shape[1] <= PIECE:
+def in_chunks(run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Applies a token-wise function to tokens [R, N, C] in chunks of at most CHUNK_TOKENS."""
+    if torch.is_grad_enabled() or x.shape[0] * x.shape[1] <= CHUNK_TOKENS:
         return run(x)
-    first, *others = x.flatten(0, 1).split(PIECE)
+    first, *others = x.flatten(0, 1).split(CHUNK_TOKENS)
     done = run(first)
     out = done.new_empty(x.shape[0] * x.shape[1], done.shape[-1])
-    places = out.split(PIECE)
-    places[0].copy_(done)
-    del done  # as large as what the next piece holds
-    for piece, target in zip(others, places[1:], strict=True):
-        target.copy_(run(piece))
+    targets = out.split(CHUNK_TOKENS)
+    targets[0].copy_(done)
+    del done  # frees its memory before the next chunk
+    for chunk, target in zip(others, targets[1:], strict=True):
+        target.copy_(run(chunk))
     return out.view(*x.shape[:2], -1)
 
 
 def linear_gelu(x: Tensor, linear: AnyLinear) -> Tensor:
-    """gelu(linear(x)), by its tanh formula. Hidden states are the largest tensors of a stage: on a GPU the product's own kernel applies it
-    before it writes them, elsewhere it is applied in place, except where gradients are wanted."""
+    """Returns gelu(linear(x)) with the tanh approximation. Hidden states are the largest tensors of a stage, so the activation is fused
+    with the matrix multiplication on a GPU, and applied in place elsewhere unless gradients are enabled."""
     if torch.is_grad_enabled():
         return F.gelu(linear(x), approximate="tanh")
     weight = dense_weight(linear, x)
@@ -42,7 +42,7 @@ def linear_gelu(x: Tensor, linear: AnyLinear) -> Tensor:
 
 
 def dense_weight(linear: AnyLinear, x: Tensor) -> Tensor | None:
-    """The weights that torch multiplies such an input by; None where they are read in another form."""
+    """Returns the weights for a matrix multiplication in the dtype of x; None if the layer does not have them in this form."""
     if isinstance(linear, Int8Linear):
         return None if linear.reads_codes(x) else linear.restored_weight(x.dtype)
     return linear.weight if isinstance(linear, nn.Linear) and x.dtype == linear.weight.dtype else None
@@ -56,11 +56,11 @@ class FeedForward(nn.Module):
 
     @property
     def input_scale(self) -> float | None:
-        """The scale at which it takes tokens as e4m3; None: as they are."""
+        """Scale of e4m3 inputs; None if inputs have the model's dtype."""
         return input_scale_of(self.fc1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return in_pieces(self.run, x)
+        return in_chunks(self.run, x)
 
     def run(self, x: Tensor) -> Tensor:
         scale = input_scale_of(self.fc2)
@@ -77,16 +77,16 @@ class GatedFeedForward(nn.Module):
 
     @property
     def input_scale(self) -> float | None:
-        """The scale at which it takes tokens as e4m3; None: as they are."""
+        """Scale of e4m3 inputs; None if inputs have the model's dtype."""
         return input_scale_of(self.gate_up)
 
     def forward(self, x: Tensor) -> Tensor:
-        return in_pieces(self.run, x)
+        return in_chunks(self.run, x)
 
     def run(self, x: Tensor) -> Tensor:
         scale = input_scale_of(self.down)
         if scale is not None and kernels.available(x):
             return self.down(kernels.silu_to_e4m3(self.gate_up(x), scale))
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        opened = F.silu(gate)
-        return self.down(opened * up if torch.is_grad_enabled() else opened.mul_(up))
+        gate = F.silu(gate)
+        return self.down(gate * up if torch.is_grad_enabled() else gate.mul_(up))

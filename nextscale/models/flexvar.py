@@ -1,4 +1,4 @@
-"""FlexVAR: class-conditional, one position table resized to any stage, so that any schedule works."""
+"""FlexVAR: class-conditional, with one position table that is resized to any stage, so that any schedule works."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .weight_names import CLASS_RULES
 @dataclass(frozen=True)
 class FlexVarConfig(ClassConfig):
     _: KW_ONLY
-    codes: int = 8912  # sic
+    codes: int = 8912  # sic: the published number
     table: tuple[int, int] = (32, 32)
 
 

@@ -1,4 +1,4 @@
-"""HART: the text stands before the image in one sequence; a diffusion head adds what the last stage's codes leave out."""
+"""HART: text and image tokens form one sequence; a diffusion head adds the residual between latent and codes of the last stage."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .rope import GridPlaces, RotateHalfRope
 from .text_context import check_channels
 from .weight_names import SHARED_RULES, block_rules
 
-# The reference implementation takes a guidance of exactly 1 (that is, a scale of 2) for "no guidance" in the diffusion, and only there.
+# In the diffusion, and only there, the reference implementation treats a guidance strength of 1 (a CFG scale of 2) as "no guidance".
 UNGUIDED = 1.0
 
 
@@ -35,11 +35,11 @@ class HartConfig:
     codes: int = 4096
     latent_channels: int = 32
     text_channels: int = 1536
-    text_tokens: int = 300  # of every prompt, padding included
+    text_tokens: int = 300  # per prompt, including padding
     mlp_ratio: float = 4.0
     cosine: bool = False
     text_norm: bool = True
-    level_table: bool = False  # a learned row per stage in place of a network over its number
+    level_table: bool = False  # a learned embedding per stage instead of a network applied to the stage's index
     residual_dim: int = 1024
     residual_depth: int = 6
     residual_steps: int = 8
@@ -101,7 +101,7 @@ class Hart(NextScaleModel):
         )
 
     def prompt_inputs(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> PromptInputs:
-        """Rows of the prompts, then, if guided, of the negative prompts or of zeros at position 0. Padding is read like text."""
+        """Returns rows of the prompts, then, with CFG, of the negative prompts or zeros at position 0. Padding is not masked."""
         self.check_schedule(schedule)
         features, positions = self._read(prompts)
         if guided:
@@ -124,13 +124,14 @@ class Hart(NextScaleModel):
         )
 
     def _read(self, prompts: TextFeatures) -> tuple[Tensor, Tensor]:
-        """Features [B, T, channels] and positions [B, T]: how many real tokens there were so far, minus one."""
+        """Returns features [B, T, channels] and positions [B, T]: the number of real tokens up to and including each, minus one."""
         check_channels(prompts, self.config.text_channels)
         expected = self.config.text_tokens
         if set(prompts.lengths) != {expected}:
+            found = " and ".join(map(str, sorted(set(prompts.lengths))))
             raise PromptError(
-                f"text features have {' and '.join(map(str, sorted(set(prompts.lengths))))} tokens; this model reads exactly {expected}, "
-                "padding included: give TextFeatures with a mask, as QwenEncoder does"
+                f"text features must have {expected} tokens for this model, including padding; got {found}. "
+                "Pass TextFeatures with a mask, as QwenEncoder does."
             )
         prompts = prompts.to(self.device)
         features = torch.stack(prompts.rows).float()
@@ -151,7 +152,7 @@ class Hart(NextScaleModel):
         return 1.0 if guidance.excess[stage.index] == UNGUIDED else guidance.output_scale(stage)
 
     def embedding_macs(self, stage: Stage, images: int) -> int:
-        levels = 2 if stage.index == 0 and self.text_prefix else 1  # the text's is computed by itself
+        levels = 2 if stage.index == 0 and self.text_prefix else 1  # text and image tokens embed the level separately
         return super().embedding_macs(stage, images) + levels * macs_per_token(self.level_embed)
 
     def residual_macs(self, images: int, rows: int, num_tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Infinity: text-conditional, predicts the bits of a code instead of its number."""
+"""Infinity: text-conditional; predicts the bits of a code instead of its index."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class InfinityConfig:
     depth: int
     dim: int
     heads: int
-    chunks: int  # published files group the blocks
+    chunks: int  # groups of blocks in published files
     bits_per_token: int = 32
     text_channels: int = 2048
     longest_text: int = 512
@@ -39,7 +39,7 @@ class InfinityConfig:
 
     @property
     def block(self) -> BlockConfig:
-        # Rounded half to even, as the published sizes are: 32.5 * 256 is 8192. The smallest have as many as they have channels.
+        # Rounded half to even, like the published sizes: 32.5 * 256 gives 8192. For the smallest models this is 0, and dim is used.
         hidden = round(4 * self.dim / 256) * 256 or self.dim
         text = TextAttentionConfig(self.dim, learned_norm=True)
         return BlockConfig(self.dim, self.heads, hidden, modulation="shared", text=text)
@@ -50,7 +50,7 @@ class InfinityConfig:
 
 
 class TextPool(nn.Module):
-    """One learned query per head summarises a prompt in a single vector."""
+    """Attention pooling of a prompt to one vector, with a learned query per head."""
 
     def __init__(self, text_channels: int, dim: int, heads: int) -> None:
         super().__init__()
@@ -60,20 +60,20 @@ class TextPool(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, text: Tensor, context: TextContext) -> Tensor:
-        """Text rows [rows, Ct] of all samples to [R, C]."""
+        """Pools text rows [rows, Ct] of all prompts to [R, C]."""
         keys, values = context.pad(self.kv(text).unflatten(-1, (2, *self.query.shape))).unbind(2)
         query = self.query.expand(keys.shape[0], 1, -1, -1)
         return self.proj(attend(query, keys, values, context.mask, self.scale).squeeze(1))
 
 
 class ChunkStart(Block):
-    """A block that adds the level embedding again, as one training option did; no released model uses it."""
+    """A block that first adds the level embedding again. This is a training option that no released model uses."""
 
     changes_input = True
 
     def __init__(self, layer: int, config: BlockConfig, level_embed: nn.Embedding) -> None:
         super().__init__(layer, config)
-        self._level_embed = [level_embed]  # in a list: the model owns the parameter
+        self._level_embed = [level_embed]  # in a list, so that it is not registered: the model owns the parameter
 
     def forward(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         return super().forward(x + self._level_embed[0].weight[tokens.stage.index], tokens, ctx)
@@ -87,7 +87,7 @@ class Infinity(NextScaleModel):
         super().__init__()
         self.config = config
         self.block_config, self.levels = config.block, config.levels
-        self.no_text = nn.Parameter(torch.empty(config.longest_text, config.text_channels))  # stands for an absent prompt
+        self.no_text = nn.Parameter(torch.empty(config.longest_text, config.text_channels))  # features of an empty prompt
         self.text_norm = rms_norm(config.text_channels)
         self.text_pool = TextPool(config.text_channels, config.dim, config.pool_heads)
         self.text_proj = nn.Sequential(
@@ -128,7 +128,7 @@ class Infinity(NextScaleModel):
         )
 
     def prompt_inputs(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> PromptInputs:
-        """Rows of the prompts, then, if guided, of the negative prompts or of the learned "no text" at each prompt's length."""
+        """Returns rows of the prompts, then, with CFG, of the negative prompts or of learned empty prompts of equal length."""
         self.check_schedule(schedule)
         prompts = self._checked(prompts)
         rows, lengths = prompts.compact()
@@ -147,7 +147,7 @@ class Infinity(NextScaleModel):
         return conditioning
 
     def read(self, rows: Tensor, context: TextContext) -> Conditioning:
-        """What follows from text rows [sum of lengths, Ct], one prompt after another; without positions."""
+        """Computes the condition, except RoPE, from the concatenated text rows [sum of lengths, Ct]."""
         text = self.text_norm(rows.float()).to(self.dtype)
         condition = self.text_pool(text, context)
         six = self.shared_modulation(F.silu(condition.float())).unflatten(-1, (6, -1)) + self.modulation_tables()
@@ -160,7 +160,7 @@ class Infinity(NextScaleModel):
         )
 
     def rotations(self, schedule: Schedule) -> list[Tensor]:
-        """Rotations of the cells of every stage, [cells, head_dim / 2] each."""
+        """Returns the RoPE rotations of every stage, [cells, head_dim / 2] each."""
         head_dim = self.block_config.head_dim
         return [infinity_rotations(stage, schedule.extent, head_dim, self.config.rope, self.device) for stage in schedule]
 
@@ -174,7 +174,7 @@ class Infinity(NextScaleModel):
         features = features.to(self.device).unpadded()
         if features.longest > self.config.longest_text:
             raise PromptError(
-                f"a prompt has {features.longest} tokens; this model takes at most {self.config.longest_text}: shorten the prompt"
+                f"a prompt must have at most {self.config.longest_text} tokens for this model; got {features.longest}. Shorten the prompt."
             )
         return features
 
@@ -186,5 +186,5 @@ class Infinity(NextScaleModel):
         return self.head.out_features // 2, 2
 
     def logits(self, x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        """[R, N, bits, 2]: for every bit the logit of 0 and of 1."""
+        """Returns logits of 0 and 1 for every bit, [R, N, bits, 2]."""
         return super().logits(x, tokens, ctx).unflatten(-1, (-1, 2))

@@ -1,4 +1,4 @@
-"""Multiply-accumulate operations (MACs), from sizes alone: what one token costs, and how many tokens the sublayers of a block compute."""
+"""Multiply-accumulate operations (MACs) per token, and the number of tokens that each sublayer computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .quantization import QuantizedLinear
 
 @dataclass(frozen=True, slots=True)
 class SublayerTokens:
-    """How many tokens of a row each sublayer of a block computes. Those of `attention` leave their keys in the cache."""
+    """Number of tokens per row that each sublayer of a block computes; those of `attention` enter the KV cache."""
 
     attention: int
     text: int
@@ -20,12 +20,12 @@ class SublayerTokens:
 
     @classmethod
     def same(cls, num_tokens: int) -> SublayerTokens:
-        """The same number in every sublayer."""
+        """Returns the same number for every sublayer."""
         return cls(num_tokens, num_tokens, num_tokens)
 
     @classmethod
     def total(cls, layers: Iterable[SublayerTokens]) -> SublayerTokens:
-        """The sums over these layers."""
+        """Returns the sums over these layers."""
         return sum(layers, start=cls.same(0))
 
     def __add__(self, other: SublayerTokens) -> SublayerTokens:
@@ -33,6 +33,6 @@ class SublayerTokens:
 
 
 def macs_per_token(*modules: nn.Module) -> int:
-    """MACs of one token through every linear layer of these modules: the entries of all their matrices."""
+    """Returns the MACs of one token through all linear layers of these modules."""
     layers = (layer for module in modules for layer in module.modules() if isinstance(layer, nn.Linear | QuantizedLinear))
     return sum(layer.in_features * layer.out_features for layer in layers)

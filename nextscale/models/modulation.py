@@ -1,4 +1,4 @@
-"""What the condition does to the hidden states of every block and of the head: scales, shifts and gains."""
+"""Adaptive layer norm (AdaLN): scales, shifts and gates that the condition applies to the blocks and the head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..stage import Rows
 
 
 class Modulation(NamedTuple):
-    """Condition-dependent gains, scales and shifts of one block, [R, 1, C] each; scales are stored with the 1 added."""
+    """Gates, scales and shifts of one block, [R, 1, C] each; scales include the added 1."""
 
     attention_gate: Tensor
     feed_forward_gate: Tensor
@@ -22,9 +22,9 @@ class Modulation(NamedTuple):
 
     @classmethod
     def of_layers(cls, six: Tensor, dtype: torch.dtype) -> list[Modulation]:
-        """One per layer from [L, R, 6, C] in the published order: two gains, two scales, two shifts."""
+        """Splits [L, R, 6, C], in the published order of two gates, two scales and two shifts, into one modulation per layer."""
         one = six.new_zeros(6, 1)
-        one[2:4].fill_(1)  # on the device: a captured graph cannot take a tensor from the host
+        one[2:4].fill_(1)  # filled on the device: a CUDA graph cannot copy a tensor from the host
         return [cls(*layer.unsqueeze(2).unbind(1)) for layer in (six + one).to(dtype)]
 
     def rows(self, rows: Rows) -> Modulation:
@@ -32,7 +32,7 @@ class Modulation(NamedTuple):
 
 
 class HeadModulation(NamedTuple):
-    """What the condition does to the hidden states before the head, [R, 1, C] each; the scale is stored with the 1 added."""
+    """Scale and shift of the hidden states before the head, [R, 1, C] each; the scale includes the added 1."""
 
     scale: Tensor
     shift: Tensor

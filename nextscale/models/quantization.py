@@ -1,4 +1,4 @@
-"""Linear layers with weights of eight bits, the products of a model that run with them, and the scales of their inputs."""
+"""8-bit linear layers, the layers of a block that use them, and the scales of their inputs."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..kernels.shapes import power_of_two
 Quantize = Literal["fp8", "int8"]
 FORMATS: tuple[Quantize, ...] = get_args(Quantize)
 
-MAX_FEW_TOKENS = 128  # over all rows: up to here the kernel that multiplies by bytes is faster than weights made whole and torch's product
-MIN_ROWWISE_TOKENS = 6144  # from here on a product with scales per row is faster than one with scales per tensor; at 3200 they are equal
-KEPT_ONES = 2**18  # scales of tokens, one MB of them: 32 guided images of a stage of 64 x 64
+MAX_KERNEL_TOKENS = 128  # over all rows; with more tokens, dequantizing the weights and torch's product are faster than the kernel
+MIN_ROWWISE_TOKENS = 6144  # from here on, scales per row are faster than scales per tensor; at 3200 tokens they are equal
+CACHED_SCALES = 2**18  # scales of tokens (1 MiB): enough for 32 images with CFG at a stage of 64 x 64 cells
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with weights [N, K] of one byte each. It cannot be trained."""
+    """Base class of linear layers with 8-bit weights [N, K]. They cannot be trained."""
 
-    codes: Tensor  # [N, K], as they are stored
+    codes: Tensor  # [N, K], stored weights
     bias: nn.Parameter | None
 
     def __init__(self, codes: Tensor, bias: nn.Parameter | None) -> None:
@@ -38,15 +38,15 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     def of(cls, weight: Tensor, bias: nn.Parameter | None, input_scale: float = 1.0) -> Self:
-        """Quantizes weights; on the meta device the result has the same size. input_scale: see `Fp8Linear`."""
+        """Quantizes weights; on the meta device only the shapes. See `Fp8Linear` for `input_scale`."""
         raise NotImplementedError
 
     def restored_weight(self, dtype: torch.dtype) -> Tensor:
-        """Returns the weights [N, K] that the bytes stand for."""
+        """Returns the dequantized weights [N, K]."""
         raise NotImplementedError
 
     def restored_input(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns an input as it was before it was rounded to eight bits; others unchanged."""
+        """Returns a dequantized input; inputs that are not quantized are returned unchanged."""
         return x
 
     def extra_repr(self) -> str:
@@ -54,7 +54,7 @@ class QuantizedLinear(nn.Module):
 
 
 class Int8Linear(QuantizedLinear):
-    """Weights are integers from -127 to 127 with a scale per output; inputs and arithmetic do not change."""
+    """Linear layer with int8 weights in [-127, 127] and one scale per output channel. Inputs and arithmetic are not quantized."""
 
     scale: Tensor  # [N]
 
@@ -74,26 +74,26 @@ class Int8Linear(QuantizedLinear):
         return torch.mul(self.codes, self.scale[:, None], out=torch.empty_like(self.codes, dtype=dtype))  # in one pass
 
     def reads_codes(self, x: Tensor) -> bool:
-        """Returns whether the kernel multiplies such an input by the bytes themselves."""
-        return x.dtype in (torch.float16, torch.bfloat16) and x.numel() // x.shape[-1] <= MAX_FEW_TOKENS and kernels.available(x)
+        """Returns True if the kernel multiplies this input by the int8 codes directly."""
+        return x.dtype in (torch.float16, torch.bfloat16) and x.numel() // x.shape[-1] <= MAX_KERNEL_TOKENS and kernels.available(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        require_no_training(x)
+        check_no_grad(x)
         if self.reads_codes(x):
             return kernels.int8_linear(x, self.codes, self.scale, self.bias)
         return F.linear(x, self.restored_weight(x.dtype), self.bias)
 
 
 class Fp8Linear(QuantizedLinear):
-    """Weights and inputs are e4m3, with one scale each that is known before anything runs, so that no image changes another one's.
+    """Linear layer with e4m3 weights and inputs. Both scales are fixed at load time, so images of a batch do not affect each other.
 
-    An input that is e4m3 already was divided by `input_scale`, as kernels do that write it; any other is rounded here. Since e4m3 are
-    floats, a scale only has to keep numbers within their range, 2**-9 to 448: see `INPUT_SIZE`.
+    Inputs that are already e4m3, as written by fused kernels, have been divided by `input_scale`; other inputs are quantized here. e4m3 is
+    a floating-point format, so the scale only needs to keep values within its range of 2**-9 to 448 (see `E4M3_RMS`).
     """
 
-    scale_a: Tensor  # [], of the input, as the product takes it
+    scale_a: Tensor  # [], of the input
     scale_b: Tensor  # [], of the weights
-    scales: Tensor  # [1, N], both times each other, for every output
+    scales: Tensor  # [1, N], scale_a * scale_b repeated for every output channel
 
     def __init__(self, codes: Tensor, scale: Tensor, input_scale: float, dtype: torch.dtype, bias: nn.Parameter | None) -> None:
         super().__init__(codes, bias)
@@ -115,149 +115,150 @@ class Fp8Linear(QuantizedLinear):
         return from_e4m3(x, self.input_scale, dtype) if x.dtype == E4M3 else x
 
     def forward(self, x: Tensor) -> Tensor:
-        require_no_training(x)
+        check_no_grad(x)
         if x.dtype != E4M3:
             x = kernels.round_to_e4m3(x, self.input_scale) if kernels.available(x) else to_e4m3(x, self.input_scale)
-        product = scaled_product if x.is_cuda else scaled_product_reference
+        product = fp8_matmul if x.is_cuda else fp8_matmul_reference
         return product(x.reshape(-1, self.in_features), self).view(*x.shape[:-1], self.out_features)
 
 
-def scaled_product(x: Tensor, linear: Fp8Linear) -> Tensor:
-    """Multiplies e4m3 tokens [M, K] by the weights: [M, N].
+def fp8_matmul(x: Tensor, linear: Fp8Linear) -> Tensor:
+    """Multiplies e4m3 tokens [M, K] by the weights; returns [M, N].
 
-    On an H200, Infinity-2B's four products of 288 tokens take 39 us with a scale per tensor, 70 with scales per row and 60 in bfloat16;
-    of 1152 tokens 106, 119 and 176; of 8192 tokens 654, 591 and 1102 (measured at 032f424).
+    Time of Infinity-2B's four products on an H200 with scales per tensor, with scales per row and in bfloat16: 39, 70 and 60 us for 288
+    tokens; 106, 119 and 176 us for 1152 tokens; 654, 591 and 1102 us for 8192 tokens (measured at 032f424).
     """
     scales = (linear.scale_a, linear.scale_b)
     if x.shape[0] >= MIN_ROWWISE_TOKENS:
-        scales = (ones(max(KEPT_ONES, power_of_two(x.shape[0])), x.device)[: x.shape[0]], linear.scales)
+        scales = (ones(max(CACHED_SCALES, power_of_two(x.shape[0])), x.device)[: x.shape[0]], linear.scales)
     return torch._scaled_mm(x, linear.codes.t(), *scales, bias=linear.bias, out_dtype=linear.dtype, use_fast_accum=True)
 
 
 @cache
 def ones(rows: int, device: torch.device) -> Tensor:
-    """Returns [rows, 1]. Kept for good: captured graphs read it where it lies, so that it is never made inside one."""
+    """Returns a cached tensor of ones, [rows, 1]. CUDA graphs read it at a fixed address, so it is never created during capture."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"scales of {rows} rows must be made before the capture")
+        raise RuntimeError(f"scales of {rows} rows must be created before CUDA graph capture.")
     return torch.ones(rows, 1, device=device)
 
 
-def scaled_product_reference(x: Tensor, linear: Fp8Linear) -> Tensor:
-    """Computes the same in float32, on any device."""
+def fp8_matmul_reference(x: Tensor, linear: Fp8Linear) -> Tensor:
+    """Computes `fp8_matmul` in float32 on any device."""
     product = F.linear(x.float(), linear.codes.float()) * (linear.scale_a * linear.scale_b)
     return (product if linear.bias is None else product + linear.bias.float()).to(linear.dtype)
 
 
-def require_no_training(x: Tensor) -> None:
+def check_no_grad(x: Tensor) -> None:
     if torch.is_grad_enabled() and x.requires_grad:
-        raise SettingError("quantized weights have no gradients; load the model without quantize")
+        raise SettingError("quantize must be None for training: quantized weights have no gradients.")
 
 
 AnyLinear = nn.Linear | QuantizedLinear
 
 
 def input_scale_of(linear: AnyLinear) -> float | None:
-    """Returns the scale of e4m3 inputs of a layer; None if they are in the model's dtype."""
+    """Returns the scale of a layer's e4m3 inputs; None if inputs have the model's dtype."""
     return linear.input_scale if isinstance(linear, Fp8Linear) else None
 
 
-# --- products of a block
+# --- quantized layers of a block
 
-INPUT_SIZE = 1.0
-"""What inputs of the expected size, root mean square, become in e4m3: there is room for what is 448 times as large, and numbers down to a
-64th keep three bits of mantissa. On nano inputs have 0.02 to 1.7 times the expected size and nothing is 9 times as large; a 16th of these
-scales changes no product's error by more than a fiftieth, 16 times them only that of text_attention.proj, from 0.035 to 0.13."""
+E4M3_RMS = 1.0
+"""Root mean square of a typical input after scaling to e4m3. Values up to 448 times as large fit, and values down to 1/64 keep three bits
+of mantissa. On nano the measured RMS is 0.02 to 1.7 times the expected one, and no value is more than 9 times as large. Scales 16 times
+smaller change no layer's error by more than 2 %; scales 16 times larger change only text_attention.proj's, from 0.035 to 0.13."""
 
-MULTIPLE = 16  # sizes of products in e4m3
+MULTIPLE = 16  # e4m3 matrix multiplication needs sizes that are multiples of this
 
 
-class Product(NamedTuple):
-    """A product of a block, and its layer where the model is loaded in fp8; with int8 all are `Int8Linear`."""
+class BlockLinear(NamedTuple):
+    """A linear layer of a block that is quantized. `fp8` is its class if the model is loaded in fp8; with int8 it is `Int8Linear`."""
 
-    name: str  # of the linear layer in the block
+    name: str  # in the block
     fp8: type[QuantizedLinear]
-    input_size: Callable[[Any], float]  # expected root mean square of its input, from the block
+    input_rms: Callable[[Any], float]  # expected root mean square of the input, computed from the block
 
 
-# --- sizes of inputs, expected of the weights
+# --- root mean squares, estimated from the weights
 
 
-def row_size(weight: Tensor, bias: Tensor | None) -> float:
-    """Returns the root mean square of the outputs of these rows, for inputs of size 1 whose channels are independent."""
+def output_rms(weight: Tensor, bias: Tensor | None) -> float:
+    """Returns the root mean square of the outputs of these rows, for inputs with independent channels of RMS 1."""
     squares = weight.float().square().sum(dim=1).mean()
     return float((squares if bias is None else squares + bias.float().square().mean()).sqrt())
 
 
-def norm_size(norm: nn.Module) -> float:
-    """Returns the size of the output of a norm: 1, times a learned weight. What a condition adds is not known, and small."""
+def norm_rms(norm: nn.Module) -> float:
+    """Returns the RMS of a norm's output: 1, times a learned weight. The modulation is unknown and small, and is ignored."""
     weight, bias = getattr(norm, "weight", None), getattr(norm, "bias", None)
-    return 1.0 if weight is None else row_size(weight[:, None], bias)
+    return 1.0 if weight is None else output_rms(weight[:, None], bias)
 
 
-def attended_size(block: Any) -> float:
-    """Returns the size of the values that attention averages."""
+def values_rms(block: Any) -> float:
+    """Returns the RMS of the values of self-attention."""
     qkv, third = block.attention.qkv, block.attention.qkv.out_features // 3
-    return norm_size(block.norm) * row_size(qkv.weight[-third:], qkv.bias[-third:])
+    return norm_rms(block.norm) * output_rms(qkv.weight[-third:], qkv.bias[-third:])
 
 
-def attended_text_size(block: Any) -> float:
+def text_values_rms(block: Any) -> float:
     kv, half = block.text_attention.kv, block.text_attention.kv.out_features // 2
-    return row_size(kv.weight[-half:], kv.bias[-half:])
+    return output_rms(kv.weight[-half:], kv.bias[-half:])
 
 
-def hidden_size(block: Any) -> float:
-    """Returns the size of hidden states of a feed-forward: an activation halves the squares, a gate multiplies two."""
-    ffn, entering = block.feed_forward, norm_size(block.norm)
+def hidden_rms(block: Any) -> float:
+    """Returns the RMS of the feed-forward's hidden states: an activation halves the mean square, a gate multiplies two of them."""
+    ffn, entering = block.feed_forward, norm_rms(block.norm)
     if hasattr(ffn, "gate_up"):
         gate, up = ffn.gate_up.weight.chunk(2)
-        return entering**2 * row_size(gate, None) * row_size(up, None) / math.sqrt(2)
-    return entering * row_size(ffn.fc1.weight, ffn.fc1.bias) / math.sqrt(2)
+        return entering**2 * output_rms(gate, None) * output_rms(up, None) / math.sqrt(2)
+    return entering * output_rms(ffn.fc1.weight, ffn.fc1.bias) / math.sqrt(2)
 
 
-PRODUCTS = (
-    Product("attention.qkv", Fp8Linear, lambda block: norm_size(block.norm)),  # the kernel that norms its input writes e4m3
-    Product("attention.proj", Fp8Linear, attended_size),  # so does the attention kernel for few queries; for many, a pass that pays
-    Product("text_attention.q", Fp8Linear, lambda block: norm_size(block.text_norm)),  # as attention.qkv
-    Product("text_attention.proj", Fp8Linear, attended_text_size),  # as attention.proj
-    Product("feed_forward.fc1", Fp8Linear, lambda block: norm_size(block.norm)),  # as attention.qkv; half of a block's weights with fc2
-    Product("feed_forward.fc2", Fp8Linear, hidden_size),  # gelu writes e4m3; its outliers are within the range of floats, and are kept
-    Product("feed_forward.gate_up", Fp8Linear, lambda block: norm_size(block.norm)),  # as feed_forward.fc1
-    Product("feed_forward.down", Fp8Linear, hidden_size),  # as feed_forward.fc2
-    Product("text_attention.kv", Int8Linear, lambda _: 1.0),  # runs once per request: weights are what counts, and text has outliers
-    Product("modulation", Int8Linear, lambda _: 1.0),  # runs once per request, and multiplies everything
+BLOCK_LINEARS = (
+    BlockLinear("attention.qkv", Fp8Linear, lambda block: norm_rms(block.norm)),  # the norm kernel writes its input as e4m3
+    BlockLinear("attention.proj", Fp8Linear, values_rms),  # the kernel for few queries writes e4m3; for many, an extra pass that pays off
+    BlockLinear("text_attention.q", Fp8Linear, lambda block: norm_rms(block.text_norm)),  # as attention.qkv
+    BlockLinear("text_attention.proj", Fp8Linear, text_values_rms),  # as attention.proj
+    BlockLinear("feed_forward.fc1", Fp8Linear, lambda block: norm_rms(block.norm)),  # as attention.qkv; with fc2 half of a block's weights
+    BlockLinear("feed_forward.fc2", Fp8Linear, hidden_rms),  # the GELU kernel writes e4m3; outliers are within its range
+    BlockLinear("feed_forward.gate_up", Fp8Linear, lambda block: norm_rms(block.norm)),  # as feed_forward.fc1
+    BlockLinear("feed_forward.down", Fp8Linear, hidden_rms),  # as feed_forward.fc2
+    BlockLinear("text_attention.kv", Int8Linear, lambda _: 1.0),  # runs once per request on text features, which have outliers
+    BlockLinear("modulation", Int8Linear, lambda _: 1.0),  # runs once per request, and its errors affect every sublayer
 )
-"""All others stay as they are. Embeddings and the head are a hundredth of the weights, and the head's errors are those of the logits;
-convolutions of the tokenizer are no products of tokens."""
+"""Embeddings and the head are not quantized: they hold 1 % of the weights, and the head's errors go straight into the logits."""
 
 
 # --- the model
 
 
 def quantize_blocks(model: Any, format: Quantize, device: torch.device | None = None, keep: Collection[str] = ()) -> None:
-    """Replaces the products of all blocks, except those that `keep` names; all else stays where it is.
+    """Replaces the linear layers of all blocks by quantized ones, except the layers named in `keep`.
 
-    The device needs room for the bytes and for the weights of one product. A model on the meta device gets layers without weights.
+    If `device` is given, the quantized layers are created there. It needs memory for them and for one original layer. On the meta device
+    the layers have no weights.
     """
     for block in [module for module in model.modules() if hasattr(module, "feed_forward")]:
-        found = [(product, find(block, product)) for product in PRODUCTS if product.name not in keep]
-        made = {product.name: quantized(block, product, linear, format, device) for product, linear in found if linear is not None}
-        for name, layer in made.items():  # not before: sizes of inputs are those of weights of other layers
+        found = [(spec, find_linear(block, spec.name)) for spec in BLOCK_LINEARS if spec.name not in keep]
+        made = {spec.name: quantized(block, spec, linear, format, device) for spec, linear in found if linear is not None}
+        for name, layer in made.items():  # after all are made: the RMS of an input depends on the weights of other layers
             owner, _, leaf = name.rpartition(".")
             setattr(block.get_submodule(owner), leaf, layer)
     model.quantize = format
 
 
-def find(block: nn.Module, product: Product) -> nn.Linear | None:
-    """Returns the linear layer of a product; None if the block has none."""
+def find_linear(block: nn.Module, name: str) -> nn.Linear | None:
+    """Returns the linear layer of this name; None if the block has none."""
     found: nn.Module | None = block
-    for part in product.name.split("."):
+    for part in name.split("."):
         found = getattr(found, part, None)
     return found if isinstance(found, nn.Linear) else None
 
 
-def quantized(block: nn.Module, product: Product, linear: nn.Linear, format: Quantize, device: torch.device | None) -> QuantizedLinear:
-    whole = linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0
-    form = product.fp8 if format == "fp8" and whole else Int8Linear
-    size = 1.0 if linear.weight.is_meta or form is Int8Linear else product.input_size(block)
-    layer = form.of(linear.weight.to(device or linear.weight.device), linear.bias, max(size, torch.finfo(torch.float32).tiny) / INPUT_SIZE)
+def quantized(block: nn.Module, spec: BlockLinear, linear: nn.Linear, format: Quantize, device: torch.device | None) -> QuantizedLinear:
+    aligned = linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0
+    layer_class = spec.fp8 if format == "fp8" and aligned else Int8Linear
+    rms = 1.0 if linear.weight.is_meta or layer_class is Int8Linear else spec.input_rms(block)
+    scale = max(rms, torch.finfo(torch.float32).tiny) / E4M3_RMS
+    layer = layer_class.of(linear.weight.to(device or linear.weight.device), linear.bias, scale)
     return layer if device is None else layer.to(device)

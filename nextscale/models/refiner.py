@@ -1,4 +1,4 @@
-"""STAR's refiner: a second, small stack of blocks that samples a stage in rounds and sees what earlier rounds have settled."""
+"""STAR's refiner: a smaller stack of blocks that samples a stage in several rounds, conditioned on the codes of earlier rounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .rope import Rope
 
 
 def cells_per_round(rounds: int, cells: Tensor) -> Tensor:
-    """How many of `cells` [...] each round settles, [rounds, ...]: one at first, then more and more, all of them together."""
+    """Returns the number of `cells` [...] to settle in each round, [rounds, ...]: increasing, and `cells` in total."""
     weights = [math.acos(1 - i / (rounds - 1)) if rounds > 1 else 1.0 for i in range(rounds)]
     *early, _ = [(weight / sum(weights) * to_double(cells)).round().clamp(min=1).long() for weight in weights]
     return torch.stack([*early, (cells - sum(early)).clamp(min=0)])
@@ -43,13 +43,13 @@ class Refiner(nn.Module):
         return tuple(self.blocks)  # type: ignore[arg-type]
 
     def condition(self, pooled: Tensor, rope: Rope) -> Conditioning:
-        """The condition of the refiner's blocks; one token for the prompt [R, channels] stands before the cells."""
+        """Returns the condition of the refiner's blocks; one text token from `pooled` [R, channels] precedes the cells."""
         return Conditioning(start=self.text_proj(pooled)[:, None] + self.pos_start, logit_scales=logit_scales(self.stack), rope=rope)
 
     def forward(self, x: Tensor, known: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
-        """The main model's hidden states [R, N, C] and settled code vectors [B, N, Z], zero elsewhere, to logits [R, N, V].
+        """Computes logits [R, N, V] from the main model's hidden states x [R, N, C] and the settled code vectors `known` [B, N, Z].
 
-        `tokens` have one before those on the grid; where they are packed all three are.
+        `known` is zero for cells that are not settled. `tokens` include the prefix token; if they are packed, so are x and `known`.
         """
         codes = self.word_embed(known.to(x.dtype)) + self.level_embed.weight[tokens.stage.index]
         codes = tokens.prepend(ctx.cond.start, codes.repeat(x.shape[0] // codes.shape[0], 1, 1))
@@ -57,16 +57,16 @@ class Refiner(nn.Module):
         y = run_in_order(self.stack, y, tokens, ctx)
         return self.head(self.head_norm(tokens.on_grid(y)[0])).float()
 
-    def settle(self, hidden: HeadInputs, logits: Tensor) -> Tensor:
-        """Code numbers [B, N] for the tokens of `hidden`; `logits` are the main model's, guided."""
+    def sample(self, hidden: HeadInputs, logits: Tensor) -> Tensor:
+        """Samples codes [B, N] for the tokens of `hidden`; `logits` are the main model's, after CFG."""
         request, tokens, sampling = hidden.request, hidden.tokens, hidden.request.sampling
         assert sampling.refine is not None and hidden.ctx.cond.refiner is not None
         rounds, drafted = sampling.refine.at(tokens.stage)
         ctx = replace(hidden.ctx, cond=hidden.ctx.cond.refiner, cache=[NoCache()] * len(self.blocks), memory=StageMemory())
         with_prompt = tokens.repeat(hidden.cfg_branches).with_prefix(1)
         state = RefinementState(tokens, request.batch, logits.device)
-        for turn, count in enumerate(cells_per_round(rounds, state.cells)):
-            if turn < drafted:
+        for i, count in enumerate(cells_per_round(rounds, state.cells)):
+            if i < drafted:
                 out = logits
             else:
                 known = hidden.canvas.vectors(state.numbers) * state.settled[..., None]
@@ -77,15 +77,15 @@ class Refiner(nn.Module):
                 hidden.finite.append(out.isfinite().all())
             codes, kept = sample_codes(out, tokens, sampling, request.rng)
             certainty = kept.softmax(dim=-1).gather(-1, codes[..., None]).squeeze(-1)
-            if turn < drafted:  # a drafted round settles twice; at first the most certain of all cells, those already settled included
+            if i < drafted:  # drafted rounds settle twice; the first time among all cells, including settled ones
                 state.settle(certainty, count, codes)
-            if turn < sampling.refine.random:
+            if i < sampling.refine.random:
                 certainty = cell_noise(request.rng.uniform, tokens, certainty.shape, certainty.device)
             state.settle(certainty * ~state.at(state.settled), count, codes)
         return state.at(state.numbers)
 
     def macs(self, images: int, rows: int, num_tokens: int) -> int:
-        """MACs of one round. One token for the prompt stands before the cells, and nothing is cached."""
+        """Returns the MACs of one round. One text token precedes the cells, and keys and values are not cached."""
         dim, entered = self.merge.out_features, num_tokens + 1
         per_token = macs_per_token(self.merge, *(part for block in self.stack for part in (block.attention, block.feed_forward)))
         products = 2 * dim * len(self.blocks) * entered * entered
@@ -94,22 +94,24 @@ class Refiner(nn.Module):
 
 
 class RefinementState:
-    """What the rounds of a stage have settled, on its grid, so that the choice does not depend on the order of the tokens."""
+    """Settled codes of a stage on its grid, so that results do not depend on the order of the tokens."""
 
     def __init__(self, tokens: Tokens, batch: int, device: torch.device) -> None:
         self.tokens = tokens
         self.numbers = torch.zeros(batch, tokens.stage.cells, dtype=torch.long, device=device)
         self.settled = torch.zeros_like(self.numbers, dtype=torch.bool)
-        self.cells = torch.full((batch,), tokens.num_tokens, device=device) if tokens.count is None else tokens.count  # [B], to be settled
+        self.cells = (
+            torch.full((batch,), tokens.num_tokens, device=device) if tokens.count is None else tokens.count
+        )  # [B], cells to settle
 
     def at(self, grid: Tensor) -> Tensor:
-        """Values [B, cells] where the tokens are, [B, N]."""
+        """Gathers values [B, cells] of the tokens, [B, N]."""
         return self.tokens.gather(grid[..., None]).squeeze(-1)
 
     def settle(self, score: Tensor, count: Tensor, codes: Tensor) -> None:
-        """The `count` [B] cells of each image with the best score [B, N] take their sampled codes, unless they are settled."""
+        """Settles the `count` [B] cells of each image with the highest score [B, N] with their codes, unless they are settled already."""
         absent = torch.full_like(self.numbers, -1, dtype=score.dtype)
-        order = self._on_grid(score, absent).argsort(dim=1, descending=True, stable=True)  # of equals, the first cells
+        order = self._on_grid(score, absent).argsort(dim=1, descending=True, stable=True)  # ties: lowest cell first
         best = torch.arange(order.shape[1], device=order.device) < count[:, None]
         new = torch.zeros_like(self.settled).scatter(1, order, best) & ~self.settled
         self.numbers = torch.where(new, self._on_grid(codes, self.numbers), self.numbers)

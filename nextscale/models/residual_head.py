@@ -1,4 +1,4 @@
-"""HART's residual diffusion: a small network that turns noise into what the last stage's codes leave out, token by token."""
+"""HART's residual diffusion: a small network that generates, token by token, the residual between latent and codes of the last stage."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from .macs import macs_per_token
 
 TRAINED_STEPS = 1000
 MAX_BETA = 0.999
-WAVES = 256
-LONGEST = 10000.0
-RESIDUAL_SCALE = 0.6  # of the latent to what the network was trained on
+SINUSOIDS = 256  # channels of a timestep embedding
+MAX_PERIOD = 10000.0
+RESIDUAL_SCALE = 0.6  # from the network's output to the latent
 
 
 @dataclass(frozen=True)
 class DiffusionStep:
-    """Constants of one step of the respaced process."""
+    """Constants of one step of the respaced diffusion process."""
 
-    timestep: int  # of the process that the network was trained on
+    timestep: int  # in the trained process
     clean_from_state: float
     clean_from_noise: float
     mean_from_clean: float
     mean_from_state: float
-    smallest_log_variance: float
-    largest_log_variance: float
-    first: bool  # of the process, the last to be taken: no noise is added any more
+    min_log_variance: float
+    max_log_variance: float
+    first: bool  # first of the process, hence the last of sampling: no noise is added
 
 
 @cache
 def diffusion_steps(count: int) -> tuple[DiffusionStep, ...]:
-    """The steps in the order in which they are taken, from noise to data: `count` of the trained ones, evenly spaced."""
+    """Returns `count` evenly spaced steps of the trained process in sampling order, from noise to data."""
 
-    def signal(share: float) -> float:
-        return math.cos((share + 0.008) / 1.008 * math.pi / 2) ** 2
+    def signal(fraction: float) -> float:
+        return math.cos((fraction + 0.008) / 1.008 * math.pi / 2) ** 2
 
     trained = [min(1 - signal((i + 1) / TRAINED_STEPS) / signal(i / TRAINED_STEPS), MAX_BETA) for i in range(TRAINED_STEPS)]
     spacing = (TRAINED_STEPS - 1) / (count - 1)
@@ -55,7 +55,7 @@ def diffusion_steps(count: int) -> tuple[DiffusionStep, ...]:
     remaining = np.cumprod(1 - betas)
     before = np.append(1.0, remaining[:-1])
     variance = betas * (1 - before) / (1 - remaining)
-    log_variance = np.log(np.append(variance[1], variance[1:]))  # the first step's is zero, so it takes the second's
+    log_variance = np.log(np.append(variance[1], variance[1:]))  # the first variance is zero, so the second is used
     steps = [
         DiffusionStep(
             timestep=timesteps[i],
@@ -63,8 +63,8 @@ def diffusion_steps(count: int) -> tuple[DiffusionStep, ...]:
             clean_from_noise=math.sqrt(1 / remaining[i] - 1),
             mean_from_clean=float(betas[i] * math.sqrt(before[i]) / (1 - remaining[i])),
             mean_from_state=float((1 - before[i]) * math.sqrt(1 - betas[i]) / (1 - remaining[i])),
-            smallest_log_variance=float(log_variance[i]),
-            largest_log_variance=math.log(betas[i]),
+            min_log_variance=float(log_variance[i]),
+            max_log_variance=math.log(betas[i]),
             first=i == 0,
         )
         for i in range(count)
@@ -73,9 +73,9 @@ def diffusion_steps(count: int) -> tuple[DiffusionStep, ...]:
 
 
 def sinusoids(numbers: Tensor) -> Tensor:
-    """Numbers [N] to [N, 256], float32: cosines, then sines."""
-    half = WAVES // 2
-    inv_freq = torch.exp(-math.log(LONGEST) * torch.arange(half, device=numbers.device).float() / half)
+    """Returns sinusoidal embeddings [N, 256], float32, of numbers [N]: cosines, then sines."""
+    half = SINUSOIDS // 2
+    inv_freq = torch.exp(-math.log(MAX_PERIOD) * torch.arange(half, device=numbers.device).float() / half)
     angles = numbers.float()[:, None] * inv_freq
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
@@ -83,7 +83,7 @@ def sinusoids(numbers: Tensor) -> Tensor:
 class SinusoidEmbedding(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(WAVES, dim)
+        self.fc1 = nn.Linear(SINUSOIDS, dim)
         self.fc2 = nn.Linear(dim, dim)
 
     def forward(self, numbers: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class ResidualHead(nn.Module):
     def __init__(self, channels: int, condition_dim: int, dim: int, depth: int, steps: int) -> None:
         super().__init__()
         if not 2 <= steps <= TRAINED_STEPS:
-            raise SettingError(f"the residual diffusion takes 2 to {TRAINED_STEPS} steps; got {steps}")
+            raise SettingError(f"residual_steps must be from 2 to {TRAINED_STEPS}; got {steps}.")
         self.channels, self.steps = channels, steps
         self.time_embed = SinusoidEmbedding(dim)
         self.condition_embed = nn.Linear(condition_dim, dim)
@@ -120,7 +120,7 @@ class ResidualHead(nn.Module):
         self.final = nn.Linear(dim, 2 * channels)
 
     def forward(self, state: Tensor, condition: Tensor, timestep: Tensor) -> Tensor:
-        """State [R, N, Z], embedded condition [R, N, dim] and timestep [1] to noise and variance [R, N, 2Z], float32."""
+        """Predicts noise and variance [R, N, 2Z], float32, from `state` [R, N, Z], embedded `condition` [R, N, dim] and `timestep` [1]."""
         activated = F.silu(condition + self.time_embed(timestep))
         h = self.input_proj(state.to(condition.dtype))
         for block in self.blocks:
@@ -129,7 +129,7 @@ class ResidualHead(nn.Module):
         return self.final(torch.addcmul(shift, self.final_norm(h), 1 + scale)).float()
 
     def sample(self, condition: Tensor, tokens: Tokens, scale: float, rng: Rng, batch: int) -> Tensor:
-        """Residuals [B, N, Z] for the condition of `tokens`, [R, N, C] or packed, guided by `scale`."""
+        """Samples residuals [B, N, Z]; `condition` of `tokens` is [R, N, C] or packed, and `scale` is the CFG scale."""
         branch = tokens.branch_size(batch)
         if scale == 1:
             condition = condition[:branch]
@@ -138,26 +138,26 @@ class ResidualHead(nn.Module):
         state = next(noise)
         for step in diffusion_steps(self.steps):
             timestep = torch.full((1,), step.timestep, device=state.device)
-            both = state.repeat(embedded.shape[0] // branch, 1, 1)  # the cfg branches share their state
+            both = state.repeat(embedded.shape[0] // branch, 1, 1)  # CFG branches share the state
             predicted, variance = self(both, embedded, timestep).chunk(2, dim=-1)
             predicted, variance = mix(predicted, scale, branch), variance[:branch]
             clean = (step.clean_from_state * state - step.clean_from_noise * predicted).clamp(-1, 1)
-            clean = clean + 0 * predicted  # NaN where the network overflowed, which clamping would hide
+            clean = clean + 0 * predicted  # keeps NaN and infinity, which clamping would hide
             state_mean = step.mean_from_clean * clean + step.mean_from_state * state
             if step.first:
                 return tokens.unpack(RESIDUAL_SCALE * state_mean)
-            share = (variance + 1) / 2
-            log_variance = share * step.largest_log_variance + (1 - share) * step.smallest_log_variance
+            fraction = (variance + 1) / 2
+            log_variance = fraction * step.max_log_variance + (1 - fraction) * step.min_log_variance
             state = state_mean + (0.5 * log_variance).exp() * next(noise)
         raise AssertionError("the steps end with the first")
 
     def macs(self, rows: int, num_tokens: int) -> int:
-        """MACs of `sample`. The number of a step is embedded once for all tokens."""
+        """Returns the MACs of `sample`. Timesteps are embedded once for all tokens."""
         per_token = macs_per_token(self.input_proj, self.blocks, self.final_modulation, self.final)
         embedding = macs_per_token(self.condition_embed)
         return rows * num_tokens * (embedding + self.steps * per_token) + self.steps * macs_per_token(self.time_embed)
 
     def _noise(self, rng: Rng, tokens: Tokens, batch: int, device: torch.device) -> Iterator[Tensor]:
-        """Standard normal numbers [B, N, Z], or packed, for the start and for every step but the last."""
+        """Yields standard normal noise [B, N, Z], or packed: the initial state, then one tensor per step but the last."""
         while True:
             yield tokens.pack(cell_noise(rng.normal, tokens, (batch, tokens.num_tokens, self.channels), device))

@@ -1,4 +1,4 @@
-"""Two-dimensional rotary positions: where a token lies on the image rotates the channels of its queries and keys."""
+"""Two-dimensional rotary position embeddings (RoPE)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import Tensor
 from ..stage import Rows, Schedule, Stage, Tokens
 
 RopeMode = Literal["normalized", "raw", "resampled"]
-RESAMPLED_SIDE = 128  # longer side of the table that the "resampled" mode shrinks
+RESAMPLED_SIDE = 128  # longer side of the table that "resampled" interpolates
 THETA = 10000.0
 
 
 class Rope(Protocol):
-    """The turns of a whole schedule, computed once per request."""
+    """Rotary position embeddings of all stages of a schedule, computed once per request."""
 
     def apply_rotary(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """Queries and keys x [R, N, 2, H, D], float32, turned to where their tokens are."""
+        """Rotates float32 queries and keys x [R, N, 2, H, D] by the positions of their tokens."""
         ...
 
     def rows(self, rows: Rows) -> Rope:
-        """The same for some of the rows only."""
+        """Returns the same embeddings for a subset of the rows."""
         ...
 
 
 def raster(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Coordinates of a grid's rows [h] and columns [w] to those of every cell in raster order, [h * w] each."""
+    """Expands the coordinates of grid rows [h] and columns [w] to those of all cells in raster order, [h * w] each."""
     return rows.repeat_interleave(columns.shape[0]), columns.repeat(rows.shape[0])
 
 
@@ -41,7 +41,7 @@ def steps(side: int, device: torch.device | None) -> Tensor:
 def grid_positions(
     stage: Stage, extent: tuple[int, int], mode: RopeMode = "normalized", device: torch.device | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Infinity's row and column of every cell, [cells] each; normalised ones are rounded to the cells of `extent`."""
+    """Returns Infinity's row and column of every cell, [cells] each; "normalized" rounds them to the cells of `extent`."""
     rows, columns = steps(stage.height, device), steps(stage.width, device)
     if mode == "normalized":
         rows = (rows * (extent[0] / stage.height)).round()
@@ -50,30 +50,30 @@ def grid_positions(
 
 
 def spanned_positions(stage: Stage, span: float, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """STAR's: from 0 at the first cell of every stage to `span` at its last."""
+    """Returns STAR's positions, [cells] each: evenly spaced from 0 to `span` at every stage."""
     return raster(*(steps(side, device) / max(side - 1, 1) * span for side in stage.size))
 
 
 def proportional_positions(stage: Stage, extent: tuple[int, int], device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """HART's: where the corner of a cell lies on the grid of the last stage, not rounded."""
+    """Returns HART's positions, [cells] each: the corner of a cell in units of the last stage's grid, not rounded."""
     return raster(*(steps(side, device) / side * whole for side, whole in zip(stage.size, extent, strict=True)))
 
 
 def inv_freq(count: int, theta: float, device: torch.device | None) -> Tensor:
-    """Radians per unit of position, [count], from fast to slow."""
+    """Returns the angular frequencies in radians per unit of position, [count], in descending order."""
     return 1.0 / theta ** (torch.arange(count, device=device).float() / count)
 
 
 def rotations(first: Tensor, second: Tensor, head_dim: int, theta: float = THETA) -> Tensor:
-    """Unit complex numbers [cells, head_dim / 2]: `first` coordinates turn the first half of the channel pairs, `second` the rest."""
+    """Returns unit complex numbers [cells, head_dim / 2]; `first` sets the angles of the first half, `second` of the rest."""
     by = inv_freq(head_dim // 4, theta, first.device)
     angles = torch.cat([torch.outer(first, by), torch.outer(second, by)], dim=1)
-    angles = angles.cpu() if angles.device.type == "mps" else angles  # Apple GPUs multiply complex numbers, but have no polar
+    angles = angles.cpu() if angles.device.type == "mps" else angles  # torch.polar is not implemented on MPS
     return torch.polar(torch.ones_like(angles), angles).to(first.device)
 
 
 def infinity_rotations(stage: Stage, extent: tuple[int, int], head_dim: int, mode: RopeMode, device: torch.device | None = None) -> Tensor:
-    """Rows turn the first half of the pairs, columns the second."""
+    """Returns Infinity's rotations [cells, head_dim / 2]: rows rotate the first half of the channel pairs, columns the second."""
     if mode != "resampled":
         return rotations(*grid_positions(stage, extent, mode, device), head_dim)
     longer, shorter = max(extent), int(RESAMPLED_SIDE / max(extent) * min(extent))
@@ -86,20 +86,20 @@ def infinity_rotations(stage: Stage, extent: tuple[int, int], head_dim: int, mod
 
 
 def star_rotations(stage: Stage, head_dim: int, span: float, theta: float, device: torch.device | None = None) -> Tensor:
-    """Columns turn the first half of the pairs, rows the second."""
+    """Returns STAR's rotations [cells, head_dim / 2]: columns rotate the first half of the channel pairs, rows the second."""
     rows, columns = spanned_positions(stage, span, device)
     return rotations(columns, rows, head_dim, theta)
 
 
 class InterleavedRope:
-    """Turns the channel pairs (2i, 2i + 1), alike in all rows (Infinity, STAR). A prefix stays as it is."""
+    """RoPE over the channel pairs (2i, 2i + 1), equal in all rows (Infinity, STAR). Prefix tokens are not rotated."""
 
     def __init__(self, stages: Iterable[Tensor]) -> None:
         """`stages`: rotations [cells, head_dim / 2] of every stage."""
         self.stages = tuple(table[None, :, None, None] for table in stages)  # [1, N, 1, 1, head_dim / 2] each
 
     def at(self, tokens: Tokens) -> Tensor:
-        """Rotations of these tokens, [1 or R, N, 1, 1, head_dim / 2]; of packed ones [1, T, 1, 1, head_dim / 2]."""
+        """Returns the rotations of these tokens, [1 or R, N, 1, 1, head_dim / 2]; [1, T, 1, 1, head_dim / 2] if packed."""
         rotation = self.stages[tokens.stage.index]
         if tokens.index is not None and tokens.packing is None:
             rotation = rotation[0, tokens.index]
@@ -108,7 +108,7 @@ class InterleavedRope:
         return rotation if tokens.packing is None else rotation[:, tokens.prefix + tokens.packing.cell]
 
     def table(self, stage: Stage) -> Tensor:
-        """Rotations of all cells of a stage, [cells, head_dim / 2]."""
+        """Returns the rotations of all cells of a stage, [cells, head_dim / 2]."""
         return self.stages[stage.index][0, :, 0, 0]
 
     def apply_rotary(self, x: Tensor, tokens: Tokens) -> Tensor:
@@ -121,7 +121,7 @@ class InterleavedRope:
 
 @dataclass(frozen=True, eq=False)
 class GridPlaces:
-    """HART's rows and columns of the cells of all stages but the first, one stage after another: [sum of cells] each."""
+    """HART's row and column positions of the cells of all stages but the first, concatenated: [sum of cells] each."""
 
     rows: Tensor
     columns: Tensor
@@ -136,19 +136,19 @@ class GridPlaces:
 
 
 class RotateHalfRope:
-    """HART: channels i and i + D / 2 are partners; the image's positions begin where the text's end, which differs from row to row.
+    """HART's RoPE: channels i and i + D / 2 form a pair; image positions start at the end of the row's text.
 
-    On the grid the first half of the channels takes its angles from the cell's row and the second half from its column, so partners
-    disagree and lengths change: not a rotation, but what the published weights were trained with.
+    On the grid, the cell's row sets the angles of the first half of the channels and its column those of the second half. The two channels
+    of a pair therefore use different angles, which is not a rotation, but the published weights were trained with it.
     """
 
     def __init__(self, tables: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """`tables`: cosines and sines [R, tokens, 1, 1, D] of every stage, the text's in place of the first stage's."""
+        """`tables`: cosines and sines [R, tokens, 1, 1, D] of every stage; the first stage has those of the text."""
         self.tables = tuple(tables)
 
     @classmethod
     def over_text_and_grid(cls, places: GridPlaces, head_dim: int, text_positions: Tensor) -> RotateHalfRope:
-        """`text_positions` [R, T]; the last one is where the row's image begins."""
+        """Builds the tables from `text_positions` [R, T]; image positions start at each row's last text position."""
         half, quarter = (inv_freq(head_dim // part, THETA, text_positions.device) for part in (2, 4))
         text = (text_positions[..., None] * half).repeat(1, 1, 2)
         begin = text_positions[:, -1:, None]  # [R, 1, 1]
@@ -158,7 +158,7 @@ class RotateHalfRope:
         return cls(zip(angles.cos().split(sizes, dim=1), angles.sin().split(sizes, dim=1), strict=True))
 
     def at(self, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of these tokens, [R, N, 1, 1, D] each; of packed ones [F, T, 1, 1, D]."""
+        """Returns the cosines and sines of these tokens, [R, N, 1, 1, D] each; [F, T, 1, 1, D] if packed."""
         cosines, sines = self.tables[tokens.stage.index]
         if tokens.index is None:
             return cosines, sines

@@ -1,4 +1,4 @@
-"""STAR: text by cross-attention, positions by rotation, and optionally a refiner that samples the late stages in rounds."""
+"""STAR: cross-attention to the text, rotary positions, and an optional refiner that samples late stages in several rounds."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class StarConfig:
     text_channels: int = 1024
     cosine: bool = True
     theta: float = 10000.0
-    span: float = 64.0  # coordinate of the last row and column of every stage
+    span: float = 64.0  # RoPE coordinate of the last row and column at every stage
     norm_before_head: bool = True
     refiner_blocks: int = 0
-    as_released: bool = False  # the first row's text attention is used for all rows, as in the reference implementation
+    as_released: bool = False  # all rows use the first row's text attention, as in the reference implementation
 
     @property
     def block(self) -> BlockConfig:
@@ -84,10 +84,10 @@ class Star(NextScaleModel):
         return Refiner(blocks, config.refiner_blocks, len(config.sides), config.latent_channels, config.text_channels, config.codes)
 
     def prompt_inputs(self, prompts: TextFeatures, guided: bool, schedule: Schedule, negative: TextFeatures | None = None) -> PromptInputs:
-        """Rows of the prompts, then, if guided, of the negative prompts, which are empty unless the caller says otherwise."""
+        """Returns rows of the prompts, then, with CFG, of the negative prompts (empty prompts by default)."""
         self.check_schedule(schedule)
         if guided and negative is None:
-            raise PromptError("guidance of STAR needs the features of an empty prompt: pass them as the negative prompt, or a text encoder")
+            raise PromptError("STAR needs negative prompts for CFG. Pass the features of an empty prompt, or load a text encoder.")
         both = [self._checked(features) for features in (prompts, negative) if features is not None]
         pooled = torch.cat([features.pooled for features in both if features.pooled is not None]).to(self.dtype)
         rows = [row for features in both for row in features.rows][: 1 if self.rows_share_text else None]
@@ -116,15 +116,15 @@ class Star(NextScaleModel):
         if self.refiner is None:
             super().check_sampling(sampling)
         if sampling.refine is not None and sampling.smooth:
-            raise SettingError("smooth mixes codes and refine settles them one by one: choose one of them; refine=None turns that off")
+            raise SettingError("smooth and refine cannot be combined. Pass smooth=False or refine=None.")
 
     def _checked(self, text: TextFeatures) -> TextFeatures:
         check_channels(text, self.config.text_channels)
         if text.pooled is None or text.pooled.shape[1] != self.config.text_channels:
-            found = "none" if text.pooled is None else f"one of {text.pooled.shape[1]} channels"
+            found = "none" if text.pooled is None else f"{text.pooled.shape[1]} channels"
             raise PromptError(
-                f"STAR reads a pooled vector of {self.config.text_channels} channels besides the tokens' features; got {found}: "
-                "give TextFeatures(rows, pooled=...), as ClipEncoder does"
+                f"pooled must be a vector of {self.config.text_channels} channels for STAR; got {found}. "
+                "Pass TextFeatures(rows, pooled=...), as ClipEncoder does."
             )
         return text.to(self.device).unpadded()
 
@@ -134,18 +134,18 @@ class Star(NextScaleModel):
     def choose(self, hidden: HeadInputs, logits: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         request, sampling = hidden.request, hidden.request.sampling
         if not self._refines(tokens.stage, sampling):
-            if sampling.smooth:  # STAR mixes all codes, not only the likely ones
+            if sampling.smooth:  # STAR averages all codes, not only the top ones
                 sampling = replace(sampling, top_k=0, top_p=0.0)
             return choose(logits, tokens, len(request.schedule), sampling, request.rng)
         assert self.refiner is not None
-        ids = self.refiner.settle(hidden, tokens.move(logits, hidden.tokens))
-        propagated = not hidden.tokens.whole and not tokens.aligned(hidden.tokens)  # logits of a method, for tokens that were not run
+        ids = self.refiner.sample(hidden, tokens.move(logits, hidden.tokens))
+        propagated = not hidden.tokens.whole and not tokens.aligned(hidden.tokens)  # a method provided logits of tokens that did not run
         if propagated or (hidden.ctx.data_dependent and request.method_rng is not request.rng):
-            # Also where nothing was left out at this stage: so an image takes the same noise in every batch and bucket.
+            # Drawn even if no token is missing at this stage, so that an image uses the same random numbers in every batch and bucket.
             sampled, _ = sample_codes(logits, tokens, sampling, request.method_rng)
         if hidden.tokens.whole:
             ids = hidden.tokens.move(ids, tokens)
-        elif propagated:  # tokens that were not run keep what was sampled from these logits
+        elif propagated:  # tokens that did not run keep the codes sampled from their logits
             settled = hidden.tokens.move(ids + 1, tokens)
             ids = torch.where(settled > 0, settled - 1, sampled)
         return ids, ids
@@ -154,9 +154,9 @@ class Star(NextScaleModel):
         refine, cells = request.sampling.refine, (request.batch, stage.cells)
         if refine is None or not self._refines(stage, request.sampling):
             return super().pass_noise(stage, ctx, request)
-        for turn in range(refine.at(stage)[0]):
+        for i in range(refine.at(stage)[0]):
             pass_noise((*cells, *self.logit_shape), request.sampling, request.rng, self.device)
-            if turn < refine.random:
+            if i < refine.random:
                 request.rng.uniform(cells, self.device)
         if ctx.data_dependent and request.method_rng is not request.rng:
             pass_noise((*cells, *self.logit_shape), request.sampling, request.method_rng, self.device)

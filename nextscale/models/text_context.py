@@ -1,4 +1,4 @@
-"""Prompts of different length as the keys and values of cross-attention."""
+"""Keys and values of prompts of different lengths, for cross-attention."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from ..text.features import TextFeatures
 if TYPE_CHECKING:
     from .blocks import Block
 
-MASK_MULTIPLE = 8  # key counts that fused attention with a mask wants
+MASK_MULTIPLE = 8  # fused attention with a mask needs key counts that are multiples of this
 
 
 def masked_length(tokens: int) -> int:
-    """Returns the entries that `tokens` are padded to where a mask marks the real ones."""
+    """Rounds a text length up to the number of keys that masked attention uses."""
     return math.ceil(tokens / MASK_MULTIPLE) * MASK_MULTIPLE
 
 
 @dataclass(frozen=True, eq=False)
 class TextInputs:
-    """The prompts of a request, one after another, for models whose blocks attend to them.
+    """Features of all prompts, concatenated, for models with cross-attention to the text.
 
-    A captured graph reads them at fixed addresses: every prompt has `room` rows then, and the device alone knows how many are real. The
-    others are never read, but must be finite.
+    CUDA graphs need fixed shapes: each prompt then occupies `room` rows, and `counts` holds the number of real rows on the device. Padding
+    rows are masked, but must be finite.
     """
 
-    rows: Tensor  # [sum of lengths, C], or [R * room, C]; of a dtype that does not depend on the prompts
+    rows: Tensor  # [sum of lengths, C], or [R * room, C] with `counts`; the dtype must not depend on the prompts
     lengths: tuple[int, ...] = ()
     room: int = 0
-    counts: Tensor | None = None  # [R], int32, with `room`
+    counts: Tensor | None = None  # [R], int32; set together with `room`
 
     @property
     def length(self) -> int:
-        """Tokens of a row that attention reads, padding included."""
+        """Number of keys per row, including padding."""
         return self.room or (masked_length(max(self.lengths)) if len(set(self.lengths)) > 1 else self.lengths[0])
 
     def context(self) -> TextContext:
@@ -52,29 +52,29 @@ class TextInputs:
 
 @dataclass(slots=True)
 class TextContext:
-    """Prompts side by side: text keys and values of every layer, and which of the T entries of each row are real.
+    """Text keys and values of every layer, with a mask of the real entries.
 
-    A single row serves all rows that run, as in STAR's reference implementation (`rows_share_text`).
+    All rows may share a single row of keys and values, as in STAR's reference implementation (`rows_share_text`).
     """
 
     prompts: int
-    lengths: Tensor | None = None  # [R], int32; None when all rows are equally long
-    mask: Tensor | None = None  # [R, 1, 1, T], the same as a mask
-    places: Tensor | None = None  # [sum of lengths], of text rows among the padded ones; None if they are padded already
+    lengths: Tensor | None = None  # [R], int32; None if all rows are equally long
+    mask: Tensor | None = None  # [R, 1, 1, T], equivalent to `lengths`
+    places: Tensor | None = None  # [sum of lengths], indices of the text rows among the padded rows; None if already padded
     keys_values: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # [R, T, H, D] each, per layer
 
     @classmethod
     def of(cls, lengths: tuple[int, ...], device: torch.device, least: int = 0) -> TextContext:
-        """Lays out prompts of these lengths, padded at least to `least` if one shape has to do for all batches."""
+        """Builds the mask for prompts of these lengths, padded to at least `least` tokens."""
         if not least and len(set(lengths)) == 1:
             return cls(len(lengths))
         on_host = torch.tensor(lengths, dtype=torch.int32)
         mask = real_entries(on_host, masked_length(max(least, *lengths)))
-        places = mask.flatten().nonzero().squeeze(1)  # found on the host once: pad() runs for every layer
+        places = mask.flatten().nonzero().squeeze(1)  # on the host and once, because pad() runs for every layer
         return cls(len(lengths), on_host.to(device), mask.to(device), places.to(device))
 
     def pad(self, rows: Tensor) -> Tensor:
-        """Moves text rows [sum of lengths, ...] to [R, T, ...], zero where a prompt has ended."""
+        """Pads text rows [sum of lengths, ...] with zeros to [R, T, ...]."""
         if self.places is not None and self.mask is not None:
             rows = rows.new_zeros(self.mask.numel(), *rows.shape[1:]).index_copy_(0, self.places, rows)
         return rows.unflatten(0, (self.prompts, -1))
@@ -94,10 +94,10 @@ class TextContext:
 
 
 def context_bytes(layers: int, rows: int, tokens: int, dim: int, dtype: torch.dtype) -> int:
-    """Returns the bytes of the keys and values of `rows` prompts, the longest of which has this number of tokens."""
+    """Returns the size of the keys and values of `rows` prompts in bytes; `tokens` is the longest prompt's length."""
     return 2 * layers * rows * masked_length(tokens) * dim * dtype.itemsize
 
 
 def check_channels(features: TextFeatures, expected: int) -> None:
     if features.channels != expected:
-        raise PromptError(f"text features must have {expected} channels for this model; got {features.channels}")
+        raise PromptError(f"text features must have {expected} channels for this model; got {features.channels}.")

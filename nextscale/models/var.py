@@ -1,4 +1,4 @@
-"""VAR: class-conditional, learned positions per stage."""
+"""VAR: class-conditional, with learned positions per stage."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .weight_names import CLASS_RULES
 
 @dataclass(frozen=True)
 class ClassConfig:
-    """What VAR and FlexVAR have in common."""
+    """Configuration shared by VAR and FlexVAR."""
 
     depth: int
     dim: int
@@ -49,13 +49,13 @@ class VarConfig(ClassConfig):
 
 
 class ClassConditioned(NextScaleModel):
-    """The parts that VAR and FlexVAR share: the class embedding is the first token and the condition of every modulation."""
+    """Base class of VAR and FlexVAR: the class embedding is both the first token and the condition of all modulations."""
 
     def __init__(self, config: ClassConfig) -> None:
         super().__init__()
         self.config = config
         self.block_config = config.block
-        self.class_embed = nn.Embedding(config.classes + 1, config.dim)  # the last row stands for "no class"
+        self.class_embed = nn.Embedding(config.classes + 1, config.dim)  # the last row means "no class"
         self.pos_start = nn.Parameter(torch.empty(config.dim))
         self.word_embed = nn.Linear(config.latent_channels, config.dim)
         self.blocks = build_blocks(config.depth, config.block)
@@ -109,7 +109,7 @@ class Var(ClassConditioned):
 
     def check_schedule(self, schedule: Schedule) -> None:
         if schedule != self.schedule:
-            raise SizeError(f"VAR has learned positions for {self.schedule} only; got {schedule}")
+            raise SizeError(f"schedule must be {self.schedule} for VAR, whose positions are learned per stage; got {schedule}.")
 
     def positions(self, stage: Stage) -> Tensor:
         return self.level_embed.weight[stage.index] + self.pos_embed[stage.start : stage.start + stage.cells]

@@ -1,4 +1,4 @@
-"""The names that published files give to the parts of the backbones."""
+"""Parameter names of the backbones in published files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARED_RULES = (
 def block_rules(
     prefix: Callable[[int], str], attention: str = "attn", qkv: str = "mat_qkv", text: str = "ca", blocks: str = "blocks"
 ) -> tuple[Rule, ...]:
-    """Names of the parameters of our `blocks.i`; `prefix(i)` is where published files keep that block."""
+    """Returns the rules for blocks; `prefix(i)` is the published name of our block i."""
 
     def named(suffix: str) -> Callable[[re.Match[str]], str]:
         return lambda match: prefix(int(match[1])) + match.expand(suffix)

@@ -15,7 +15,7 @@ from torch import nn
 from ..cache import CacheSpec, CompressedSpec, StageKeys
 from ..methods.method import DENSE, StagePlan
 from ..models.base import NextScaleModel
-from ..models.feed_forward import PIECE
+from ..models.feed_forward import CHUNK_TOKENS
 from ..models.text_context import context_bytes
 from ..stage import Schedule
 from ..tokenizers.autoencoder import Decoder
@@ -147,7 +147,7 @@ def block_activations(model: NextScaleModel, plan: StagePlan, ran: StageKeys, to
     config, size = model.block_config, model.dtype.itemsize
     computed = max(ran.tokens)
     attention = 2 * size + rotation_bytes(model)  # input, normalised
-    piece = min(1.0, PIECE / (ran.rows * computed))
+    piece = min(1.0, CHUNK_TOKENS / (ran.rows * computed))
     hidden = config.hidden_dim / config.dim * hidden_maps(model)
     feed_forward = size * (3 + piece * (1 + hidden))  # input, normalised, result
     one = ran.rows * config.dim

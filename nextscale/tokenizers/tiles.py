@@ -250,7 +250,7 @@ class Norm(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         if fusable(x):
-            return kernels.centred_silu(x, self.mean, self.scale, self.bias)
+            return kernels.centered_silu(x, self.mean, self.scale, self.bias)
         y = torch.sub(x, self.mean[:, :, None, None])  # float32 whatever x is
         y.mul_(self.scale[:, :, None, None]).add_(self.bias[:, None, None])
         return F.silu(y, inplace=True).to(x.dtype)

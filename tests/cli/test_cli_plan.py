@@ -218,7 +218,7 @@ def test_short_numbers() -> None:
         (("var-d16", "--method", "skp"), "did you mean skip"),
         (("var-d16", "--method", "skip:last=10"), "cannot skip 10 of 10 stages"),
         (("var-d16", "--size", "1,2"), "learned positions"),
-        (("star-256", "--size", ",".join(["1"] * 11)), "11 stages; this model knows 10 levels"),
+        (("star-256", "--size", ",".join(["1"] * 11)), "schedule must have at most 10 stages"),
         (("var-d16", "--size", 512), "no schedule generates 512x512"),
         (("var-d16", "--keep-ratio", 1.5), "--keep-ratio"),
         (("var-d16", "--batch", 0), "--batch"),

@@ -133,7 +133,7 @@ def test_pieces_of_a_feed_forward_are_the_whole(monkeypatch: pytest.MonkeyPatch)
     x = torch.randn(2, 700, 256, device="cuda", dtype=torch.bfloat16)
     with torch.inference_mode():
         whole = feed_forward(x)
-        monkeypatch.setattr(feed_forward_module, "PIECE", 300)  # the last piece is shorter
+        monkeypatch.setattr(feed_forward_module, "CHUNK_TOKENS", 300)  # the last piece is shorter
         torch.testing.assert_close(feed_forward(x), whole, rtol=2e-2, atol=2e-2)
 
 

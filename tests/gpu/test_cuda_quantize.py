@@ -15,7 +15,7 @@ from nextscale.errors import SettingError
 from nextscale.kernels.reference import E4M3, to_e4m3
 from nextscale.loading.load import quantize_model, random_pipeline
 from nextscale.models.feed_forward import FeedForward, GatedFeedForward
-from nextscale.models.quantization import Fp8Linear, Int8Linear, Quantize, scaled_product, scaled_product_reference
+from nextscale.models.quantization import Fp8Linear, Int8Linear, Quantize, fp8_matmul, fp8_matmul_reference
 from nextscale_research.methods import ScaleKV
 from nextscale_research.quality.format_errors import Seen, generate_seen, stage_errors
 from tests.gpu.test_cuda_graphs import eager
@@ -48,7 +48,7 @@ def test_products_in_e4m3(tokens: int, channels: int, outputs: int, bias: bool) 
     linear = nn.Linear(channels, outputs, bias, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     layer = Fp8Linear.of(linear.weight, linear.bias, input_scale=0.5)
     x = to_e4m3(torch.randn(tokens, channels, device="cuda"), 0.5)
-    found, expected = scaled_product(x, layer), scaled_product_reference(x, layer)
+    found, expected = fp8_matmul(x, layer), fp8_matmul_reference(x, layer)
     assert found.dtype == torch.bfloat16 and found.shape == (tokens, outputs)
     assert (found.float() - expected.float()).norm() <= 1e-2 * expected.float().norm()
 
@@ -66,7 +66,7 @@ def test_layers_give_on_a_gpu_what_they_give_on_a_cpu(format: Quantize, tokens: 
 
 @needs_fp8
 @pytest.mark.parametrize("gated", [False, True])
-def test_feed_forwards_of_e4m3_and_in_pieces(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_feed_forwards_of_e4m3_and_in_chunks(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     whole = (GatedFeedForward if gated else FeedForward)(64, 256).to("cuda", torch.bfloat16).requires_grad_(False)
     small = copy.deepcopy(whole)
@@ -77,7 +77,7 @@ def test_feed_forwards_of_e4m3_and_in_pieces(gated: bool, monkeypatch: pytest.Mo
         expected, found, given = whole(x), small(x), small(to_e4m3(x, 1.0))
         assert (found - expected).float().norm() < 0.1 * expected.float().norm()
         assert torch.equal(given, found)
-        monkeypatch.setattr("nextscale.models.feed_forward.PIECE", 128)
+        monkeypatch.setattr("nextscale.models.feed_forward.CHUNK_TOKENS", 128)
         assert (small(to_e4m3(x, 1.0)) - found).float().norm() < 1e-2 * found.float().norm()
 
 

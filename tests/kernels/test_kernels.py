@@ -187,14 +187,14 @@ def test_norm_modulate_of_any_layout() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("centred", [True, False])
-def test_norms_that_are_not_modulated(centred: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("centered", [True, False])
+def test_norms_that_are_not_modulated(centered: bool, dtype: torch.dtype) -> None:
     """Without a scale, a shift or both; by a root-mean-square norm as well."""
     make = Maker(DEVICE, dtype)
     for scale, shift in ((None, None), (make.normal(130, mean=1), None), (None, make.rows(2, 130))):
         x, update = make.wide(2, 3, 130), make.wide(2, 3, 130)
-        compare(kernels.norm_modulate, norm_modulate_reference, x, scale, shift, centred=centred)
-        compare(kernels.residual_norm_modulate, residual_norm_modulate_reference, x, None, update, scale, shift, centred=centred)
+        compare(kernels.norm_modulate, norm_modulate_reference, x, scale, shift, centered=centered)
+        compare(kernels.residual_norm_modulate, residual_norm_modulate_reference, x, None, update, scale, shift, centered=centered)
 
 
 def test_a_norm_in_another_dtype_rounds_only_there() -> None:
@@ -602,7 +602,7 @@ def test_topk_indices_sorted(tokens: int) -> None:
 def test_rows_too_long_for_a_program_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.rand(2, 40, generator=torch.Generator(DEVICE).manual_seed(0), device=DEVICE)
     expected = kernels.topk_indices_sorted(scores, 7)
-    monkeypatch.setattr("nextscale.kernels.topk.LONGEST", 39)
+    monkeypatch.setattr("nextscale.kernels.topk.MAX_TOKENS", 39)
     assert torch.equal(kernels.topk_indices_sorted(scores, 7), expected)
 
 

@@ -102,9 +102,9 @@ def test_constants_are_those_of_the_respaced_process(count: int) -> None:
         assert step.clean_from_noise == pytest.approx(((1 - signal) / signal) ** 0.5, rel=1e-8)
         assert step.mean_from_clean == pytest.approx(before**0.5 * (1 - alpha) / (1 - signal), rel=1e-8)
         assert step.mean_from_state == pytest.approx(alpha**0.5 * (1 - before) / (1 - signal), rel=1e-8, abs=1e-12)
-        assert step.largest_log_variance == pytest.approx(math.log(1 - alpha), abs=1e-8)
+        assert step.max_log_variance == pytest.approx(math.log(1 - alpha), abs=1e-8)
     variances[0] = variances[1]  # the first step's variance is zero and has no logarithm
-    assert [step.smallest_log_variance for step in steps] == pytest.approx([math.log(variance) for variance in variances], abs=1e-8)
+    assert [step.min_log_variance for step in steps] == pytest.approx([math.log(variance) for variance in variances], abs=1e-8)
 
 
 def test_almost_nothing_of_the_signal_is_left_at_the_end() -> None:
@@ -169,7 +169,7 @@ def published_draw(head: ResidualHead, condition: Tensor, noise: list[Tensor], t
         clean = (step.clean_from_state * state - step.clean_from_noise * predicted).clamp(-1, 1)
         mean = step.mean_from_clean * clean + step.mean_from_state * state
         share = (conditional[..., CHANNELS:] + 1) / 2
-        spread = (0.5 * (share * step.largest_log_variance + (1 - share) * step.smallest_log_variance)).exp()
+        spread = (0.5 * (share * step.max_log_variance + (1 - share) * step.min_log_variance)).exp()
         state = (mean if i == STEPS - 1 else mean + spread * noise[i + 1]).float()
     return 0.6 * state
 
@@ -355,7 +355,7 @@ def test_variants_that_a_checkpoint_may_have(changes: dict[str, bool]) -> None:
     together = pipeline(prompt, seed=5, greedy=True)
     tiny.assert_close("hart", tiny.one_image(together, 1), pipeline(prompt.one(1), seed=6, greedy=True))
     if "level_table" in changes:
-        with pytest.raises(SizeError, match="5 stages; this model knows 4 levels"):
+        with pytest.raises(SizeError, match="schedule must have"):
             pipeline(prompt, size=Schedule((1,) * 5), top_k=30, seed=5)
 
 
@@ -456,9 +456,9 @@ def test_a_position_counts_the_real_tokens_so_far(real: Sequence[int], positions
 @pytest.mark.parametrize(
     ("features", "message"),
     [
-        (torch.ones(tiny.HART_TEXT - 1, tiny.TEXT_CHANNELS), "have 11 tokens; this model reads exactly 12, padding included"),
-        (torch.ones(tiny.HART_TEXT + 1, tiny.TEXT_CHANNELS), "have 13 tokens; this model reads exactly 12"),
-        ([torch.ones(12, tiny.TEXT_CHANNELS), torch.ones(7, tiny.TEXT_CHANNELS)], "have 7 and 12 tokens; this model reads exactly 12"),
+        (torch.ones(tiny.HART_TEXT - 1, tiny.TEXT_CHANNELS), "must have 12 tokens.*got 11"),
+        (torch.ones(tiny.HART_TEXT + 1, tiny.TEXT_CHANNELS), "must have 12 tokens.*got 13"),
+        ([torch.ones(12, tiny.TEXT_CHANNELS), torch.ones(7, tiny.TEXT_CHANNELS)], "must have 12 tokens.*got 7 and 12"),
         (torch.ones(tiny.HART_TEXT, 7), "got 7"),
     ],
 )
@@ -552,7 +552,7 @@ def test_overflow_in_the_diffusion_head_is_noticed_although_its_estimates_are_cl
 
 @pytest.mark.parametrize("steps", [0, 1, 1001])
 def test_numbers_of_steps_that_make_no_process_are_refused(steps: int) -> None:
-    with pytest.raises(SettingError, match="2 to 1000 steps"):
+    with pytest.raises(SettingError, match="residual_steps"):
         Hart(replace(tiny.SPECS["hart"].model, residual_steps=steps))
 
 

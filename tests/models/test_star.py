@@ -282,12 +282,12 @@ def test_without_refinement_the_refiner_has_no_say() -> None:
 
 @pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family != "star_refined"])
 def test_refinement_needs_a_refiner(family: str) -> None:
-    with pytest.raises(SettingError, match="has no refiner"):
+    with pytest.raises(SettingError, match="refine"):
         tiny.shared_pipeline(family)(tiny.prompts(family, 1), seed=5, refine=Refinement())
 
 
 def test_smoothing_and_refinement_exclude_each_other() -> None:
-    with pytest.raises(SettingError, match="refine=None turns that off"):
+    with pytest.raises(SettingError, match="smooth and refine"):
         drawn(smooth=True)
     assert tiny.close_codes("star_refined", drawn(smooth=True, refine=None).codes, drawn_without_refiner(smooth=True).codes)
 
@@ -414,7 +414,7 @@ def test_guidance_needs_the_empty_text_or_something_else_to_steer_away_from() ->
         pipeline(text, seed=11)
     tiny.assert_same_bits(pipeline(text, seed=11, negative=tiny.shared_pipeline("star").reader.empty()), drawn("star"))
     tiny.assert_same_bits(pipeline(text, seed=11, guidance=0), drawn("star", guidance=0))
-    with pytest.raises(PromptError, match="guidance of STAR needs the features of an empty prompt"):
+    with pytest.raises(PromptError, match="negative prompts"):
         pipeline.model.condition(text, True, SCHEDULE)
 
 
@@ -446,8 +446,8 @@ def test_the_empty_text_is_encoded_when_a_guided_request_asks_for_it() -> None:
 @pytest.mark.parametrize(
     ("features", "message"),
     [
-        (torch.ones(4, tiny.TEXT_CHANNELS), "pooled vector of 256 channels besides the tokens' features; got none"),
-        (TextFeatures((torch.ones(4, tiny.TEXT_CHANNELS),), pooled=torch.ones(1, 7)), "got one of 7 channels"),
+        (torch.ones(4, tiny.TEXT_CHANNELS), "pooled must be .* 256 channels .* got none"),
+        (TextFeatures((torch.ones(4, tiny.TEXT_CHANNELS),), pooled=torch.ones(1, 7)), "got 7 channels"),
         (TextFeatures((torch.ones(4, 7),), pooled=torch.ones(1, tiny.TEXT_CHANNELS)), "got 7"),
     ],
     ids=["no pooled vector", "another pooled vector", "other tokens"],

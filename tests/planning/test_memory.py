@@ -367,7 +367,7 @@ def test_nothing_is_allocated_before_it_is_needed() -> None:
 
 
 @pytest.mark.parametrize("family", ["var", "hart"])
-def test_feed_forward_in_pieces_is_that_of_all_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_feed_forward_in_chunks_is_that_of_all_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces that do not come out even; nothing of it is in place where there is a gradient, nor is the input ever written to."""
     feed_forward = tiny.shared_pipeline(family).model.stack[0].feed_forward
     x = torch.randn(3, 5, tiny.WIDTH, generator=torch.Generator().manual_seed(0))
@@ -376,7 +376,7 @@ def test_feed_forward_in_pieces_is_that_of_all_tokens(family: str, monkeypatch: 
     assert torch.autograd.grad(expected.sum(), given)[0].abs().sum() > 0
     with torch.inference_mode():
         assert torch.equal(feed_forward(x), expected)
-        monkeypatch.setattr("nextscale.models.feed_forward.PIECE", 4)
+        monkeypatch.setattr("nextscale.models.feed_forward.CHUNK_TOKENS", 4)
         torch.testing.assert_close(feed_forward(x), expected)
     assert torch.equal(x, given)
 

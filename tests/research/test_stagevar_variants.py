@@ -63,7 +63,7 @@ def test_the_energy_rule_on_known_singular_values(alpha: float, rank: int) -> No
 
 
 def with_singular_values(values: Sequence[float], tokens: int = 12, channels: int = 7, seed: int = 0) -> Tensor:
-    """[1, tokens, channels], mean-centred, with these singular values."""
+    """[1, tokens, channels], mean-centered, with these singular values."""
     generator = torch.Generator().manual_seed(seed)
     left = torch.randn(tokens, len(values), generator=generator)
     u = torch.linalg.qr(left - left.mean(dim=0)).Q

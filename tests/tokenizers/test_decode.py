@@ -117,7 +117,7 @@ def test_large_values_that_hardly_differ(interpreted: None) -> None:
 
 def test_the_kernel_refuses_other_layouts(interpreted: None) -> None:
     norm = given_norm(32, torch.float32)
-    with pytest.raises(ValueError, match=r"channels-last layout; got \[1, 32, 2, 2\]"):
+    with pytest.raises(ValueError, match=r"channels-last .*; got \[1, 32, 2, 2\]"):
         kernel.group_norm_silu(torch.zeros(1, 32, 2, 2, device=DEVICE), 32, norm.weight, norm.bias, norm.eps)
 
 
@@ -209,9 +209,9 @@ def test_bias_and_residual_of_many_tiles(interpreted: None, monkeypatch: pytest.
 
 def test_bias_and_residual_refuse_what_does_not_fit(interpreted: None) -> None:
     x, bias = channels_last(2, 32, 3, 5, dtype=torch.float32), torch.zeros(32, device=DEVICE)
-    with pytest.raises(ValueError, match=r"channels-last layout; got \[2, 32, 3, 5\]"):
+    with pytest.raises(ValueError, match=r"channels-last .*; got \[2, 32, 3, 5\]"):
         bias_residual.add_bias_residual_(x.contiguous(), bias)
-    with pytest.raises(ValueError, match=r"channels-last layout; got \[2, 32, 3, 5\]"):
+    with pytest.raises(ValueError, match=r"channels-last .*; got \[2, 32, 3, 5\]"):
         bias_residual.add_bias_residual_(x, bias, x.contiguous())
     with pytest.raises(ValueError, match=r"residual is \[1, 32, 3, 5\]; expected \[2, 32, 3, 5\]"):
         bias_residual.add_bias_residual_(x, bias, x[:1])
@@ -303,9 +303,9 @@ def test_a_decoder_takes_the_kernels_where_it_can(interpreted: None, monkeypatch
     assert calls == {"group_norm_silu": 2 * blocks, "group_norm_silu_conv": 1, "add_bias_residual_sums_": blocks}
     torch.testing.assert_close(whole.cpu(), expected, rtol=0, atol=1e-4)
     calls.clear()
-    count("centred_silu")
+    count("centered_silu")
     torch.testing.assert_close(decode_tiled(decoder, z, Strips(2, 1)).cpu(), expected, rtol=0, atol=1e-4)
-    assert min(calls[name] for name in ("centred_silu", "add_bias_residual_", "upsample_nearest")) > 1
+    assert min(calls[name] for name in ("centered_silu", "add_bias_residual_", "upsample_nearest")) > 1
     calls.clear()
     with torch.enable_grad():
         decoder.at_once(z)
@@ -517,7 +517,7 @@ def test_the_predicted_memory_is_enough_and_not_much_more(model: str, side: int,
 def test_kernels_take_no_more_memory_than_is_predicted(model: str, strips: Strips | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the place of each, something that makes the same tensors: they add in place, where torch makes a third map."""
     monkeypatch.setitem(vars(kernels), "group_norm_silu", lambda x, *others: torch.empty_like(x))
-    monkeypatch.setitem(vars(kernels), "centred_silu", lambda x, *others: torch.empty_like(x))
+    monkeypatch.setitem(vars(kernels), "centered_silu", lambda x, *others: torch.empty_like(x))
     monkeypatch.setitem(vars(kernels), "group_norm_silu_conv", lambda x, *others: x.new_empty(len(x), 3, *x.shape[2:], dtype=torch.float32))
     monkeypatch.setitem(vars(kernels), "add_bias_residual_", lambda x, *others: x)
     monkeypatch.setitem(vars(kernels), "add_bias_residual_sums_", lambda x, *others: None)

@@ -126,9 +126,9 @@ def logistic_regression(features: Tensor, labels: Tensor) -> Classifier:
 
     optimizer.step(loss)  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        centred = bias - bias.mean()
+        centered = bias - bias.mean()
     rows = tuple(tuple(row) for row in weights.tolist())
-    return Classifier(tuple(mean.tolist()), tuple(scale.tolist()), tuple(classes.tolist()), rows, tuple(centred.tolist()))
+    return Classifier(tuple(mean.tolist()), tuple(scale.tolist()), tuple(classes.tolist()), rows, tuple(centered.tolist()))
 
 
 # --- the command

@@ -81,5 +81,5 @@ def _checked(features: Tensor) -> Tensor:
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     mean = x.mean(dim=-2)
-    centred = x - mean.unsqueeze(-2)
-    return mean, centred.mT @ centred / (x.shape[-2] - 1)
+    centered = x - mean.unsqueeze(-2)
+    return mean, centered.mT @ centered / (x.shape[-2] - 1)

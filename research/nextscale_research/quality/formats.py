@@ -16,7 +16,7 @@ from nextscale.eval.results import DENSE, Row
 from nextscale.loading.load import quantize_model
 from nextscale.methods.method import Method
 from nextscale.models.base import NextScaleModel
-from nextscale.models.quantization import FORMATS, PRODUCTS, Quantize, find
+from nextscale.models.quantization import BLOCK_LINEARS, FORMATS, Quantize, find_linear
 from nextscale.pipeline import Pipeline
 from nextscale.planning.memory import weights_bytes
 from nextscale.schedules import SizeLike
@@ -26,7 +26,7 @@ from .prompts import EvalPrompt
 
 BENCHMARK = "formats"
 OWN = "as loaded"  # the variant without a format
-NAMES = tuple(product.name for product in PRODUCTS)
+NAMES = tuple(product.name for product in BLOCK_LINEARS)
 DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in TORCH_DTYPES)
 
 
@@ -125,5 +125,5 @@ def generate_all(requests: Requests, lpips: Distance, result: MethodResult, own:
 
 
 def products_of(model: NextScaleModel) -> list[str]:
-    """Names of the products that the blocks of this model have."""
-    return [product.name for product in PRODUCTS if find(model.stack[0], product) is not None]
+    """Returns the names of the quantized linear layers in the blocks of this model."""
+    return [spec.name for spec in BLOCK_LINEARS if find_linear(model.stack[0], spec.name) is not None]
