@@ -129,7 +129,7 @@ def attend_lengths(
     Args:
         lengths: [R], int32, each from 1 to T, or an int for all rows. Later keys and values are not read.
         unit: normalize queries first, like `models.attention.unit_vectors`, rounding as if it were a separate operation.
-        cu_seqlens: [B + 1], int32. Queries [F, N, H, D] are then packed: those of row f * B + b of the F * B = R rows are
+        cu_seqlens: [B + 1], int32. Queries [F, N, H, D] are then packed: row f * B + b of the F * B = R rows has queries
             q[f, cu_seqlens[b] : cu_seqlens[b + 1]]. Output after the last one is undefined.
         longest: maximum number of queries of a packed row.
         e4m3_scale: divide the result by this and round it to e4m3.

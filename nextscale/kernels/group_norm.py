@@ -33,8 +33,8 @@ def mean_and_scale_sums_kernel(
 ):  # fmt: skip
     """Sums distances from the first pixel and their squares, for one image, share of its pixels and block of channels per program.
 
-    Distances from a value of the same channel avoid cancellation between squares of large, similar values. Each thread sums what it reads,
-    with one reduction at the end.
+    Distances from a value of the same channel avoid cancellation between squares of large, similar values. Each thread sums the values that
+    it reads, with one reduction at the end.
     """
     image = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

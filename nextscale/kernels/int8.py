@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .shapes import dense_channels, power_of_two, require_shape, warps_for
 
-# For few tokens the time is that of reading the weights: [6144, 2048] has 12.6 MB, 2.9 us at 4.3 TB/s, half of bfloat16. Integers up to 127
+# For few tokens reading the weights takes all the time: [6144, 2048] has 12.6 MB, 2.9 us at 4.3 TB/s, half of bfloat16. Integers up to 127
 # are exact in bfloat16 and float16, so the products are exact; the scale is applied to their sum.
 
 
@@ -53,7 +53,7 @@ class Tile(NamedTuple):
 def tile_for(tokens: int, outputs: int) -> Tile:
     """Returns the tile sizes. Weights with few rows use small tiles, so that there are enough programs for all multiprocessors.
 
-    On an H200 with 64 tokens, weights of 2048 x 8192 take 22.8 us with small tiles and 37.5 with large ones, those of 6144 x 2048 17.1 and
+    On an H200 with 64 tokens, weights of 2048 x 8192 take 22.8 us with small tiles and 37.5 with large ones, 6144 x 2048 take 17.1 and
     14.9 us.
     """
     return Tile(16, 32, 128, 4, 4) if tokens <= 16 or outputs < 4096 else Tile(64, 32, 128, 4, 3)

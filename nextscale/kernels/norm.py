@@ -81,7 +81,7 @@ def norm_modulate(
         centered: layer norm if True, RMS norm if False.
         image: [N], if every row of x holds the tokens of B rows. scale and shift are then [R * B, 1, C], and token n of row r uses row
             r * B + image[n].
-        dtype: of the result; by default that of x.
+        dtype: of the result; by default the dtype of x.
         e4m3_scale: divide the result by this and round it to e4m3.
     """
     return launch(x, index, None, None, scale, shift, centered, image, dtype, e4m3_scale)[1]

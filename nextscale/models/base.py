@@ -28,7 +28,7 @@ from .text_context import TextInputs
 
 @dataclass(frozen=True, eq=False)
 class PromptInputs:
-    """Model inputs derived from the prompts, on the model's device. Nothing else in the condition differs between requests."""
+    """Model inputs derived from the prompts, on the model's device: the only part of the condition that differs between requests."""
 
     rows: tuple[Tensor, ...] = ()  # [R, ...] each: conditional rows, then, with CFG, unconditional or negative ones
     text: TextInputs | None = None

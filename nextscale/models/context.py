@@ -54,7 +54,7 @@ class ForwardContext:
     cache: Sequence[LayerCache]
     memory: StageMemory
     cfg_branches: CfgBranches
-    method_rng: Rng  # random numbers of methods, separate from those of sampling
+    method_rng: Rng  # random numbers of methods, not shared with sampling
     computed: ComputedCells | None = None  # records computed cells if the caller requested compute masks
     attention_mask: Tensor | None = None  # [1, 1, T, T], if several stages run in one pass
     measured: dict[range, Any] = field(default_factory=dict)  # token counts of spans that choose them at run time

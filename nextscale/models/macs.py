@@ -12,7 +12,7 @@ from .quantization import QuantizedLinear
 
 @dataclass(frozen=True, slots=True)
 class SublayerTokens:
-    """Number of tokens per row that each sublayer of a block computes; those of `attention` enter the KV cache."""
+    """Number of tokens per row that each sublayer of a block computes; `attention` tokens enter the KV cache."""
 
     attention: int
     text: int

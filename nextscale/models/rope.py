@@ -30,7 +30,7 @@ class Rope(Protocol):
 
 
 def raster(rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Expands the coordinates of grid rows [h] and columns [w] to those of all cells in raster order, [h * w] each."""
+    """Expands the coordinates of grid rows [h] and columns [w] to all cells in raster order, [h * w] each."""
     return rows.repeat_interleave(columns.shape[0]), columns.repeat(rows.shape[0])
 
 
@@ -138,12 +138,12 @@ class GridPlaces:
 class RotateHalfRope:
     """HART's RoPE: channels i and i + D / 2 form a pair; image positions start at the end of the row's text.
 
-    On the grid, the cell's row sets the angles of the first half of the channels and its column those of the second half. The two channels
+    On the grid, the cell's row sets the angles of the first half of the channels and its column sets the second half. The two channels
     of a pair therefore use different angles, which is not a rotation, but the published weights were trained with it.
     """
 
     def __init__(self, tables: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """`tables`: cosines and sines [R, tokens, 1, 1, D] of every stage; the first stage has those of the text."""
+        """`tables`: cosines and sines [R, tokens, 1, 1, D] of every stage; the first stage has the text's."""
         self.tables = tuple(tables)
 
     @classmethod

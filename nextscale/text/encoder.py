@@ -1,4 +1,4 @@
-"""The base of text encoders: checks and caches prompts, and reads the model from a folder or the hub."""
+"""Base class of the published text encoders: loads files, and checks and caches prompts."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ class Encoder(Protocol):
     def __call__(self, prompts: Sequence[str]) -> TextFeatures: ...
 
     def empty(self) -> TextFeatures | None:
-        """Returns the features that stand for "no prompt" in guidance; None if the model has its own."""
+        """Returns the features of the unconditional prompt for CFG; None if the model has its own."""
         ...
 
 
 class TextEncoder(ABC):
-    """A published text model behind a cache of recent prompts. Prompts that are too long are refused, not cut.
+    """A published text encoder with a cache of recent prompts. Prompts that are too long raise PromptError; they are not truncated.
 
     Args:
-        source: folder with the files of the model, which never uses the network, or a hub name.
-        dtype: of the computation; features are float32 in any case.
-        cache_size: number of prompts whose features are kept.
-        offload: keep the weights in host memory, and on the GPU only while it encodes.
+        source: folder with the model's files, which is never completed from the network, or a hub name.
+        dtype: of the computation. Features are always float32.
+        cache_size: maximum number of prompts in the cache.
+        offload: keep the weights in host memory, except while encoding.
     """
 
     files: ClassVar[EncoderFiles]
-    cuda_dtype: ClassVar[torch.dtype]  # the default there; float32 elsewhere
-    cuda_bytes: ClassVar[int]  # of the published weights there
-    limit_name: ClassVar[str]  # in the refusal of a long prompt
+    cuda_dtype: ClassVar[torch.dtype]  # default on CUDA; float32 elsewhere
+    cuda_bytes: ClassVar[int]  # size of the published weights on CUDA
+    limit_name: ClassVar[str]  # name of the length limit in error messages
 
     def __init__(
         self,
@@ -60,68 +60,68 @@ class TextEncoder(ABC):
             dtype = self.cuda_dtype if self.device.type == "cuda" else torch.float32
         require(dtype.is_floating_point, "dtype", "a floating type, such as torch.float16, torch.bfloat16 or torch.float32", dtype)
         self.source = source
-        self._recent: dict[str, TextFeatures] = {}  # the one used longest ago first
+        self._recent: dict[str, TextFeatures] = {}  # least recently used first
         self._cache_size = cache_size
         self._tokenizer, model = self._load(source, dtype)
         self.offload = offload
-        self._model = model.eval().to(self._resting_place)
+        self._model = model.eval().to(self._weights_device)
 
     @property
-    def _resting_place(self) -> torch.device:
+    def _weights_device(self) -> torch.device:
         return torch.device("cpu") if self.offload else self.device
 
     @property
     def channels(self) -> int:
-        """Channels of the features."""
+        """Number of channels of the features."""
         return self._model.config.hidden_size
 
     def to(self, device: torch.device | str) -> Self:
         """Moves the encoder and its cached features."""
         self.device = torch.device(device)
-        self._model.to(self._resting_place)
+        self._model.to(self._weights_device)
         self._recent = {prompt: features.to(self.device) for prompt, features in self._recent.items()}
         return self
 
     def __call__(self, prompts: Sequence[str]) -> TextFeatures:
-        """Returns the features of each prompt, float32, on the encoder's device. Only prompts that are not in the cache are encoded."""
+        """Returns the float32 features of each prompt on the encoder's device; only prompts that are not cached are encoded."""
         check_prompts(prompts)
         return self._features(prompts)
 
     def empty(self) -> TextFeatures | None:
-        """Returns the features that stand for "no prompt" in guidance; None if the model has its own."""
+        """Returns the features of the unconditional prompt for CFG; None if the model has its own."""
         return None
 
     def _features(self, prompts: Sequence[str]) -> TextFeatures:
         features = {prompt: self._recent[prompt] for prompt in prompts if prompt in self._recent}
         if new := [prompt for prompt in dict.fromkeys(prompts) if prompt not in features]:
             encoded = TextFeatures.of(self._encode(new))
-            # Copies, because a view would keep the whole batch alive in the cache.
+            # Cloned, because a view would keep the whole batch in memory.
             features.update((prompt, encoded.one(position).clone()) for position, prompt in enumerate(new))
         recent = {prompt: one for prompt, one in self._recent.items() if prompt not in features}
         recent |= {prompt: features[prompt] for prompt in prompts}
         self._recent = dict([*recent.items()][max(len(recent) - self._cache_size, 0) :])
-        # Copies, so that a caller who writes into the result does not change the cache.
+        # Cloned, so that callers cannot modify the cache.
         return TextFeatures.joined([features[prompt].clone() for prompt in prompts])
 
     @abstractmethod
     def _encode(self, prompts: list[str]) -> TextFeatures:
-        """Runs the model. Returns float32 features on the encoder's device."""
+        """Runs the model; returns float32 features on the encoder's device."""
 
     def _tokenize(self, prompts: list[str], limit: int, padding: Literal["max_length", False]) -> BatchEncoding:
-        """Returns one list of ids per prompt; padding "max_length" fills each up to `limit`. Refuses longer prompts."""
+        """Tokenizes prompts, padded to `limit` if padding is "max_length"; raises PromptError for longer prompts."""
         tokens = self._tokenizer(prompts, padding=padding, max_length=limit, truncation=False, verbose=False)
         for prompt, ids in zip(prompts, tokens["input_ids"], strict=True):
             check_length(prompt, len(ids), limit, self.limit_name)
         return tokens
 
     def _run(self, token_ids: Tensor, mask: Tensor, **options: Any) -> Any:
-        """Returns the model's output for ids and mask [B, T]; tokens are not attended to where the mask is False."""
+        """Returns the model's output for ids [B, T], with an attention mask [B, T] that is False for padding."""
         with self._weights_on_device(), torch.inference_mode():
             return self._model(input_ids=token_ids.to(self.device), attention_mask=mask.long().to(self.device), **options)
 
     @contextmanager
     def _weights_on_device(self) -> Iterator[None]:
-        """Keeps the weights on the device inside the `with` block. The host keeps its copy, so that nothing is copied back."""
+        """Moves offloaded weights to the device inside the `with` block. The host keeps its copy, so nothing is copied back."""
         if not self.offload:
             yield
             return
@@ -133,7 +133,7 @@ class TextEncoder(ABC):
         finally:
             for own, name, weight, data in resting:
                 weight.data = data
-                own[name] = weight  # torch puts new ones in their place where it cannot move them
+                own[name] = weight  # torch may have replaced the parameter
 
     def _load(self, given: str | Path, dtype: torch.dtype) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
         self.files.require_package("transformers")
@@ -142,7 +142,7 @@ class TextEncoder(ABC):
             tokenizer = self._load_tokenizer(folder / self.files.tokenizer_folder)
             model, report = self._load_model(
                 folder / self.files.model_folder,
-                # float16 has to be asked for here: transformers then keeps the layers that overflow in float32.
+                # Passed here, because transformers then keeps the layers that overflow in float16 in float32.
                 dtype=dtype,
                 use_safetensors=True,
                 local_files_only=True,
@@ -151,12 +151,12 @@ class TextEncoder(ABC):
             )
         except NextscaleError:
             raise
-        # Damaged files surface as OSError, ValueError, KeyError, RuntimeError, SafetensorError or plain Exception.
+        # Damaged files raise OSError, ValueError, KeyError, RuntimeError, SafetensorError or plain Exception.
         except Exception as error:
             raise self.files.unavailable(given, f"could not be read: {error}.") from error
-        if absent := report["missing_keys"]:  # which transformers fills with random numbers, with a warning
+        if absent := report["missing_keys"]:  # transformers only warns, and initializes them randomly
             raise self.files.unavailable(
-                given, f"is not a whole {self.files.kind} encoder: {len(absent)} weights are absent, for example {min(absent)}."
+                given, f"is not a complete {self.files.kind} encoder: {len(absent)} weights are missing, for example {min(absent)}."
             )
         return tokenizer, model
 
@@ -167,7 +167,7 @@ class TextEncoder(ABC):
 
     @abstractmethod
     def _load_model(self, folder: Path, **settings: Any) -> Any:
-        """Returns the model and transformers' report on its weights: `from_pretrained` of the right class, with these settings."""
+        """Calls `from_pretrained` of the model's class; returns the model and transformers' loading report."""
 
 
 def check_prompts(prompts: Sequence[str]) -> None:
@@ -185,6 +185,6 @@ def check_prompts(prompts: Sequence[str]) -> None:
 def check_length(prompt: str, tokens: int, limit: int, name: str) -> None:
     if tokens > limit:
         raise PromptError(
-            f"prompt has {tokens} tokens; expected at most {limit} ({name}). Shorten the prompt that begins with "
-            f"{' '.join(prompt.split()[:8])[:80]!r}"
+            f"prompt must have at most {limit} tokens; got {tokens} ({name}). Shorten the prompt that begins with "
+            f"{' '.join(prompt.split()[:8])[:80]!r}."
         )

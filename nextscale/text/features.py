@@ -1,4 +1,4 @@
-"""The output of a text encoder: one matrix of token features per prompt, and what some models read besides."""
+"""Output of a text encoder: token features per prompt, with an optional pooled vector and mask."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from torch.nn.utils.rnn import pad_sequence
 from ..errors import PromptError
 
 State = tuple[tuple[int, int], ...]
-"""The address of each tensor, and how often torch has written it."""
+"""Address and version counter of each tensor."""
 
 
 @dataclass(frozen=True, eq=False)
 class TextFeatures:
-    """The encoded prompts of one request.
+    """Encoded prompts of one request. `TextFeatures.of` builds them from tensors, to use a model without its text encoder.
 
-    `rows[i]` is a floating [n_i, channels] tensor for prompt i; n_i counts its real tokens, the end token included.
-    `pooled` holds one vector per prompt, [prompts, channels of its own], where the encoder makes one (CLIP).
-    `mask` is given only where the rows are padded and the padding carries features that take part (HART): every row then has T tokens,
-    and `mask` [prompts, T] is True on the real ones.
-    `TextFeatures.of` builds one from stored tensors, so a model can run without its text encoder.
+    Attributes:
+        rows: for each prompt, a floating tensor [n_i, channels] with its n_i tokens, including the end token.
+        pooled: one vector per prompt, [prompts, pooled channels], if the model uses one (STAR).
+        mask: [prompts, T], True for real tokens, if the model reads the features of padding tokens (HART). Every row then has T tokens.
     """
 
     rows: tuple[Tensor, ...]
@@ -60,8 +59,8 @@ class TextFeatures:
         named = {f"text features of prompt {position}": row for position, row in enumerate(self.rows)}
         if self.pooled is not None:
             named["pooled text features"] = self.pooled
-        bounds = [bound for tensor in named.values() for bound in tensor.aminmax()]  # NaN where there is one
-        found = torch.stack([bound.to(bounds[0].device) for bound in bounds]).tolist()  # one read from the device for all
+        bounds = [bound for tensor in named.values() for bound in tensor.aminmax()]  # NaN if the tensor has any
+        found = torch.stack([bound.to(bounds[0].device) for bound in bounds]).tolist()  # one device-to-host copy
         for name, low, high in zip(named, found[::2], found[1::2], strict=True):
             if not (isfinite(low) and isfinite(high)):
                 raise PromptError(
@@ -71,11 +70,11 @@ class TextFeatures:
 
     @cached_property
     def _found_finite(self) -> list[State | None]:
-        """The state in which they were checked last, so that the host does not wait for the device at every request."""
+        """State of the tensors at the last check, which saves a device synchronization per request."""
         return []
 
     def _state(self) -> State | None:
-        """Returns a value that changes when numbers are written; None if torch does not count that."""
+        """Returns a value that changes when a tensor is written; None if torch does not track that."""
         tensors = self.rows if self.pooled is None else (*self.rows, self.pooled)
         if any(map(Tensor.is_inference, tensors)):
             return None
@@ -85,7 +84,7 @@ class TextFeatures:
     def of(cls, value: TextFeatures | Tensor | Sequence[Tensor]) -> TextFeatures:
         """Returns checked features.
 
-        A 2-D tensor is one prompt, a 3-D tensor holds prompts of equal length, a sequence holds one 2-D tensor per prompt.
+        A 2-D tensor is one prompt, a 3-D tensor is several prompts of equal length, and a sequence has one 2-D tensor per prompt.
         """
         if isinstance(value, TextFeatures):
             features = value
@@ -105,12 +104,12 @@ class TextFeatures:
 
     @classmethod
     def joined(cls, parts: Sequence[TextFeatures]) -> TextFeatures:
-        """Returns the prompts of several requests as one request, in this order."""
+        """Concatenates the prompts of several requests."""
         rows = tuple(row for part in parts for row in part.rows)
         return cls(rows, _joined("pooled", [part.pooled for part in parts]), _joined("mask", [part.mask for part in parts]))
 
     def one(self, position: int) -> TextFeatures:
-        """Returns the features of one prompt; they share memory."""
+        """Returns the features of one prompt, without copying."""
         return self._with((self.rows[position],), lambda tensor: tensor[position].unsqueeze(0))
 
     def take(self, positions: Sequence[int]) -> TextFeatures:
@@ -119,7 +118,7 @@ class TextFeatures:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each prompt, padding included where there is a mask."""
+        """Tokens of each prompt, including padding."""
         return tuple(row.shape[0] for row in self.rows)
 
     @property
@@ -131,12 +130,12 @@ class TextFeatures:
         return self.rows[0].shape[1]
 
     def __len__(self) -> int:
-        """Number of prompts."""
+        """Returns the number of prompts."""
         return len(self.rows)
 
     def to(self, device: torch.device | str) -> TextFeatures:
         there = all(tensor.device == torch.device(device) for tensor in (*self.rows, self.pooled, self.mask) if tensor is not None)
-        return self if there else self._each(lambda tensor: tensor.to(device))  # checks of a mask would wait for the device
+        return self if there else self._each(lambda tensor: tensor.to(device))  # a copy would check the mask and synchronize
 
     def clone(self) -> TextFeatures:
         return self._each(Tensor.clone)
@@ -148,24 +147,24 @@ class TextFeatures:
         return TextFeatures(rows, *(None if tensor is None else change(tensor) for tensor in (self.pooled, self.mask)))
 
     def repeat(self, images: int) -> TextFeatures:
-        """Returns the same prompt for several images; they share memory."""
+        """Repeats a single prompt for several images, without copying."""
         if len(self) != 1 or images < 1:
             raise PromptError(f"one prompt can be repeated 1 or more times; got {len(self)} prompts and {images} times.")
         return self._with(self.rows * images, lambda tensor: tensor.expand(images, -1))
 
     def unpadded(self) -> TextFeatures:
-        """Returns the features without padding, for models that do not read it."""
+        """Returns the features without padding tokens."""
         if self.mask is None:
             return self
         return TextFeatures(tuple(row[mask] for row, mask in zip(self.rows, self.mask, strict=True)), self.pooled)
 
     def compact(self) -> tuple[Tensor, tuple[int, ...]]:
-        """Returns all rows below one another without padding, [sum n_i, channels], and the lengths n_i that split them again."""
+        """Returns all rows concatenated, [sum n_i, channels], and their lengths n_i."""
         return torch.cat(self.rows), self.lengths
 
 
 def pad(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Returns ids [B, T], padded with zeros on the right, and the mask [B, T] that is True on those given."""
+    """Pads lists of ids on the right with zeros; returns ids [B, T] and a mask [B, T] that is True for the given ids."""
     ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     return ids, torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
 

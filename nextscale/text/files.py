@@ -1,4 +1,4 @@
-"""The files of a text encoder, in a folder on this machine or on the hub."""
+"""Files of a text encoder, in a local folder or on the hub."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,15 +15,15 @@ WEIGHTS, INDEX, SHARDS = "model.safetensors", "model.safetensors.index.json", "m
 
 @dataclass(frozen=True)
 class EncoderFiles:
-    """The files that one kind of text encoder is read from."""
+    """The files that one kind of text encoder needs."""
 
-    kind: str  # as messages name it
+    kind: str  # used in messages
     repository: str  # on the hub
-    tokenizer_needs: tuple[tuple[str, ...], ...]  # one file of each entry
-    tokenizer_helps: tuple[str, ...]
+    tokenizer_needs: tuple[tuple[str, ...], ...]  # alternatives, one of each required
+    tokenizer_helps: tuple[str, ...]  # optional
     tokenizer_folder: str = ""
-    model_folder: str = ""  # with a slash at the end
-    model_types: tuple[str, ...] = ()  # in config.json; empty: any whose weights fit
+    model_folder: str = ""  # with a trailing slash
+    model_types: tuple[str, ...] = ()  # accepted in config.json; empty: any
 
     @property
     def needed(self) -> tuple[tuple[str, ...], ...]:
@@ -31,11 +31,11 @@ class EncoderFiles:
 
     @property
     def downloaded(self) -> tuple[str, ...]:
-        """Patterns of everything that is fetched from the hub."""
+        """Patterns of all files to download from the hub."""
         return (*(name for names in self.needed for name in names), *self.tokenizer_helps, self.model_folder + SHARDS)
 
     def absent(self, folder: Path) -> list[str]:
-        """Returns the needed files that are absent; empty if the folder can be loaded."""
+        """Returns the required files that are missing."""
         absent = [" or ".join(names) for names in self.needed if not any((folder / name).is_file() for name in names)]
         index = folder / self.model_folder / INDEX
         if index.is_file() and not index.with_name(WEIGHTS).is_file():
@@ -43,13 +43,13 @@ class EncoderFiles:
         return absent
 
     def open(self, given: str | Path, download: bool = True) -> Path:
-        """Returns a complete folder: the given one, which never uses the network, or that of a hub name in the hub's cache."""
+        """Returns a complete folder: a local one, which is never completed from the network, or the hub's cache folder of a hub name."""
         folder = self._from_hub(str(given), download) if is_hub_name(given) else expanded(given)
         if not folder.is_dir():
-            raise self.unavailable(given, "is not a folder on this machine.")
+            raise self.unavailable(given, "is not a local folder.")
         try:
             if absent := self.absent(folder):
-                raise self.unavailable(given, f"is incomplete; absent: {', '.join(absent)}.")
+                raise self.unavailable(given, f"is incomplete; missing: {', '.join(absent)}.")
             found = read_object(folder / self.model_folder / CONFIG).get("model_type")
         except CheckpointError as error:
             raise self.unavailable(given, f"could not be read: {error}") from error
@@ -73,8 +73,8 @@ class EncoderFiles:
         repository = given if is_hub_name(given) else self.repository
         wanted = ", ".join(" or ".join(names) for names in self.needed)
         return TextEncoderUnavailable(
-            f"text encoder {str(given)!r} {problem} Fetch {wanted} (with its shards) and {', '.join(self.tokenizer_helps)} from "
-            f'https://huggingface.co/{repository} into any folder and pass that folder: text_encoder="<folder>".'
+            f"text encoder {str(given)!r} {problem} Download {wanted} (with its shards) and {', '.join(self.tokenizer_helps)} from "
+            f'https://huggingface.co/{repository} into a folder and pass that folder: text_encoder="<folder>".'
         )
 
     def require_package(self, module: str) -> None:

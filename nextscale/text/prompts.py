@@ -1,4 +1,4 @@
-"""Readers of prompts: class numbers or texts to the inputs of a model's condition."""
+"""Prompt readers: convert class numbers or texts to model inputs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Prompts(Protocol):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt; 0 for classes."""
+        """Tokens of the longest prompt; 0 for class numbers."""
         ...
 
     def repeat(self, images: int) -> Prompts:
-        """Returns a single prompt for several images."""
+        """Repeats a single prompt for several images."""
         ...
 
     def take(self, images: Sequence[int]) -> Prompts:
@@ -36,7 +36,7 @@ class Prompts(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """Class numbers [B]; the number of classes itself stands for "no class"."""
+    """Class numbers [B]; a number equal to the number of classes means "no class"."""
 
     numbers: Tensor
 
@@ -62,18 +62,18 @@ class PromptReader(Protocol):
         ...
 
     def empty(self) -> Prompts | None:
-        """Returns the prompt that stands for "no prompt" in guidance; None if the model has its own."""
+        """Returns the unconditional prompt for CFG; None if the model has its own."""
         ...
 
 
 @dataclass(frozen=True)
 class ClassReader:
-    """Class numbers; a negative one, or the number of classes, means "no class"."""
+    """Reads class numbers. Negative numbers and the number of classes mean "no class"."""
 
     classes: int
 
     def read(self, prompt: Any) -> Labels:
-        if hasattr(prompt, "tolist"):  # torch and numpy
+        if hasattr(prompt, "tolist"):  # torch or numpy
             prompt = prompt.tolist()
         numbers = list(prompt) if isinstance(prompt, Sequence) and not isinstance(prompt, str) else [prompt]
         if not numbers:
@@ -84,7 +84,7 @@ class ClassReader:
         return Labels(torch.tensor([number if number >= 0 else self.classes for number in numbers]))
 
     def to(self, device: torch.device) -> None:
-        """Class numbers follow the model."""
+        """Does nothing: the model moves class numbers."""
 
     def empty(self) -> None:
         return None
@@ -92,11 +92,11 @@ class ClassReader:
 
 @dataclass
 class EncoderOpener:
-    """Opens the text encoder of a model, on the device that is set when it is opened."""
+    """Opens the text encoder of a model on the current `device`."""
 
     open: Callable[[torch.device, bool], Encoder]  # device, offload
-    source: str | Path | None  # folder or hub name; None: an encoder of the caller's, or a small one of words
-    kind: str  # name of its class
+    source: str | Path | None  # folder or hub name; None for a user's encoder or a word encoder
+    kind: str  # class name of the encoder
     device: torch.device
     offload: bool = False
 
@@ -105,9 +105,9 @@ class EncoderOpener:
 
 
 class TextReader:
-    """Reads prompts with an encoder that is opened at the first of them, or takes features as they are.
+    """Reads text prompts with an encoder that is opened at first use, or accepts features.
 
-    reads_empty: the model's guidance steers away from the empty prompt, which the encoder has to read as well.
+    reads_empty: CFG of the model uses the features of an empty prompt.
     """
 
     def __init__(self, open_encoder: Callable[[], Encoder], reads_empty: bool = False) -> None:
@@ -127,7 +127,7 @@ class TextReader:
             self.open_encoder.device = device
             if not self.is_open:
                 return
-        if hasattr(self.encoder, "to"):  # one of the caller's own need not have it
+        if hasattr(self.encoder, "to"):  # optional for a user's encoder
             self.encoder.to(device)
 
     @property
@@ -135,7 +135,7 @@ class TextReader:
         return isinstance(self.encoder, TextEncoder) if self.is_open else getattr(self.open_encoder, "source", None) is not None
 
     def offload(self) -> None:
-        """Keeps the encoder's weights in host memory, and on the device only while it encodes."""
+        """Keeps the encoder's weights in host memory, except while it encodes."""
         if isinstance(self.open_encoder, EncoderOpener):
             self.open_encoder.offload = True
         if self.is_open and isinstance(self.encoder, TextEncoder):
@@ -148,7 +148,7 @@ class TextReader:
             return self.encoder(prompts)
         if isinstance(prompts, TextFeatures | Tensor) or (isinstance(prompts, Sequence) and prompts):
             return TextFeatures.of(prompts)
-        raise PromptError(f"prompt must be a text, a list of texts, or text features [tokens, channels]; got {prompt!r:.80}.")
+        raise PromptError(f"prompt must be a string, a list of strings or text features [tokens, channels]; got {prompt!r:.80}.")
 
     def empty(self) -> TextFeatures | None:
         if not self.reads_empty:
@@ -157,5 +157,5 @@ class TextReader:
             return self.encoder.empty()
         except TextEncoderUnavailable as error:
             raise TextEncoderUnavailable(
-                f"this model's guidance reads the empty prompt, for which it needs its text encoder or negative=<its features>. {error}"
+                f"CFG of this model uses an empty prompt, which needs the text encoder, or its features as negative=. {error}"
             ) from error

@@ -1,4 +1,4 @@
-"""Qwen2 text encoder: prompts to token features, as HART takes them."""
+"""Qwen2 text encoder of HART."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .files import EncoderFiles
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Bytes, so that no platform changes the line ends.
+# Read as bytes, so that no platform changes the line endings.
 SYSTEM_PROMPT = (package_files(__package__) / "hart_system_prompt.txt").read_bytes().decode("utf-8")
 
 
 class QwenEncoder(TextEncoder):
-    """The text model of a Qwen2 or Qwen2-VL. `dtype` defaults to bfloat16 on CUDA and float32 elsewhere.
+    """The text model of Qwen2 or Qwen2-VL. `dtype` defaults to bfloat16 on CUDA and float32 elsewhere.
 
-    Every prompt gets `tokens` rows, padding included, on the side that the published tokenizer names; `mask` marks the real tokens.
-    The model reads `system_prompt` before each prompt; its own features are dropped. A prompt takes 1.8 MiB of the cache.
-    `source` is a folder with the files of the model, or a hub name such as "mit-han-lab/Qwen2-VL-1.5B-Instruct".
+    Every prompt gets `tokens` rows, including padding on the side that the tokenizer's configuration specifies; `mask` marks the real ones.
+    The model reads `system_prompt` before each prompt, and its features are dropped. A prompt takes 1.8 MiB of the cache.
+    `source` is a folder with the model's files, or a hub name such as "mit-han-lab/Qwen2-VL-1.5B-Instruct".
 
     >>> encoder = QwenEncoder("mit-han-lab/Qwen2-VL-1.5B-Instruct", device="cuda")
     >>> features = encoder(["a red bicycle", "a lighthouse in the fog at dawn"])
@@ -51,7 +51,7 @@ class QwenEncoder(TextEncoder):
 
     def _encode(self, prompts: list[str]) -> TextFeatures:
         prompt_ids = torch.tensor(self._tokenize(prompts, self.tokens, padding="max_length")["input_ids"])  # [B, tokens]
-        # By id, as the reference implementation does: a pad token that the prompt spells out is padding too.
+        # By id, like the reference implementation: a pad token spelled out in the prompt is treated as padding.
         mask = prompt_ids != self._tokenizer.pad_token_id
         system_ids = self._system_ids.expand(len(prompts), -1)
         read_ids = torch.cat([system_ids, prompt_ids], dim=1)
@@ -62,7 +62,7 @@ class QwenEncoder(TextEncoder):
     def _load_tokenizer(self, folder: Path) -> PreTrainedTokenizerBase:
         tokenizer = super()._load_tokenizer(folder)
         if tokenizer.pad_token_id is None:
-            raise ValueError("tokenizer_config.json names no pad_token, which prompts are padded with")
+            raise ValueError("tokenizer_config.json must define pad_token")
         return tokenizer
 
     def _load_model(self, folder: Path, **settings: Any) -> Any:
@@ -71,6 +71,6 @@ class QwenEncoder(TextEncoder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if config.model_type == "qwen2":
             return Qwen2Model.from_pretrained(folder, config=config, **settings)
-        # Published files call the text weights "model.*"; files that newer programs wrote, "model.language_model.*".
+        # Published files name the text weights "model.*"; newer versions of transformers write "model.language_model.*".
         names = {r"^model\.language_model\.": "model."}
         return Qwen2VLTextModel.from_pretrained(folder, config=config.text_config, key_mapping=names, **settings)

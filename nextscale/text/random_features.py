@@ -1,4 +1,4 @@
-"""Features without an encoder, for tests and speed measurements."""
+"""Random text features, for tests and speed measurements."""
 
 import zlib
 from collections.abc import Sequence
@@ -11,11 +11,10 @@ from .features import TextFeatures
 
 
 class RandomEncoder:
-    """Normally distributed features that depend on the prompt alone: the same in every process and on every device.
+    """Normally distributed features that depend only on the prompt, and are equal in all processes and on all devices.
 
-    A prompt has one token per word and an end token. With `tokens` its rows are padded to that many on the right, the padding has features
-    too, and `mask` marks the real tokens; tokens beyond that number are left out. With `pooled` there is one vector per prompt as well, and
-    the empty prompt stands for "no prompt".
+    A prompt has one token per word and an end token. With `tokens`, rows are padded or truncated to that length, padding has features too,
+    and `mask` marks the real tokens. With `pooled`, there is one vector per prompt, and CFG uses the empty prompt.
     """
 
     def __init__(self, channels: int, *, tokens: int | None = None, pooled: bool = False, device: torch.device | str = "cpu") -> None:

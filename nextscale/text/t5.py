@@ -1,4 +1,4 @@
-"""T5 text encoder: prompts to token features, as Infinity takes them (flan-t5-xl)."""
+"""T5 text encoder of Infinity (flan-t5-xl)."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _FACE_WORDS = ". very smooth faces, good looking faces, face to the camera, perf
 
 
 def with_positive_prompt(prompt: str) -> str:
-    """Returns the prompt with Infinity's optional addition: words for good faces after any prompt that seems to mention a person.
+    """Appends Infinity's optional words for good faces to prompts that seem to mention a person.
 
-    The test is a case-sensitive substring test, as in the reference implementation, so "season" counts through "son".
+    Like the reference implementation, this searches for case-sensitive substrings, so "season" matches because it contains "son".
     """
     return prompt + _FACE_WORDS if any(word in prompt for word in _PERSON_WORDS) else prompt
 
 
 class T5Encoder(TextEncoder):
-    """A T5 encoder. `dtype` defaults to float16 on CUDA and float32 elsewhere; a prompt of 512 tokens takes 4 MiB of the cache.
+    """A T5 encoder. `dtype` defaults to float16 on CUDA and float32 elsewhere. A prompt of 512 tokens takes 4 MiB of the cache.
 
     Args:
         source: folder with the files of a T5 model, or a hub name such as "google/flan-t5-xl".
-        max_length: limit of a prompt in tokens.
+        max_length: maximum number of tokens of a prompt.
 
     >>> encoder = T5Encoder("google/flan-t5-xl", device="cuda")
     >>> features = encoder(["a red bicycle", "a lighthouse in the fog at dawn"])
@@ -48,7 +48,7 @@ class T5Encoder(TextEncoder):
         tokenizer_helps=("tokenizer_config.json", "special_tokens_map.json"),
     )
     cuda_dtype = torch.float16
-    cuda_bytes = 2 * 1_223_527_424 + 2 * 251_658_240  # transformers keeps the last product of every feed-forward in float32
+    cuda_bytes = 2 * 1_223_527_424 + 2 * 251_658_240  # transformers keeps the second layer of every feed-forward in float32
     limit_name = "max_length"
 
     def __init__(self, source: str | Path, *, max_length: int = 512, **options: Any) -> None:
@@ -61,7 +61,7 @@ class T5Encoder(TextEncoder):
         return TextFeatures.unpad(self._run(ids, mask).last_hidden_state, mask)
 
     def _load_tokenizer(self, folder: Path) -> PreTrainedTokenizerBase:
-        if not (folder / "tokenizer.json").is_file():  # transformers fails on spiece.model with a message about another tokenizer
+        if not (folder / "tokenizer.json").is_file():  # checked here, because transformers' message names another tokenizer
             for module in ("sentencepiece", "google.protobuf"):
                 self.files.require_package(module)
         return super()._load_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""Tokenizers: images to codes and back."""
+"""Tokenizers: convert images to codes and codes to images."""
 
 from .flexvar import FlexVarTokenizer, FlexVarTokenizerConfig
 from .infinity import InfinityTokenizer, InfinityTokenizerConfig

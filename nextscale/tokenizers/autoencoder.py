@@ -1,4 +1,4 @@
-"""The convolutional encoder and decoder that all tokenizers share."""
+"""The convolutional encoder and decoder of all tokenizers."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ M = TypeVar("M", bound=nn.Module)
 @dataclass(frozen=True)
 class AutoencoderConfig:
     channels: int
-    multipliers: tuple[int, ...]  # channel factor per level, finest first; the stride is 2 ** (levels - 1)
+    multipliers: tuple[int, ...]  # channel factor per level, finest first
     latent_channels: int
     blocks_per_level: int = 2  # in the encoder; the decoder has one more
-    attention: bool = True  # at the coarsest level
+    attention: bool = True  # at the coarsest level only
 
     @property
     def stride(self) -> int:
@@ -50,14 +50,14 @@ class AutoencoderConfig:
 
 
 def module_to_channels_last(module: M) -> M:
-    """Stores the weights of convolutions as a GPU's tensor cores want them, channels last. Once, when a module is loaded: cuDNN converts
-    weights that are not, for every image anew. Elsewhere nothing changes, and results are the same to rounding everywhere."""
+    """Converts convolution weights on a GPU to channels-last, the layout of its tensor cores. Otherwise cuDNN would convert them for every
+    image. Results agree up to rounding. Does nothing on other devices."""
     for parameter in module.parameters():
         if parameter.is_cuda and parameter.ndim == 4:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
     for part in module.modules():
         if isinstance(part, Upsample) and part.conv.weight.is_cuda and kernels.enabled(part.conv.weight.device):
-            part.merged_weight()  # before anything is captured: a graph has its own memory, which it frees
+            part.merged_weight()  # computed before any CUDA graph capture, because a graph frees the memory it allocates
     return module
 
 
@@ -72,11 +72,13 @@ class ResidualBlock(nn.Module):
         if fusable(x):
             return self.fused(x)[0]
         y = self.conv2(self.norm2(self.conv1(self.norm1(x))))
-        return self.shortcut(x) + y  # not the other way round: what the shortcut makes would wait in memory
+        return self.shortcut(x) + y  # this order uses less memory: the shortcut's output is created last
 
     def fused(self, x: Tensor, shift: Tensor | None = None, sums: Sums | None = None) -> tuple[Tensor, Sums]:
-        """The block of x + shift [C], such as the bias of the convolution before, and the sums of what it returns. Kernels add shift and
-        biases on their way: a norm that of the convolution before it, the residual sum the others."""
+        """Applies the block to x + shift [C] with kernels, and returns the sums of the result for the next norm.
+
+        Biases cost no extra pass: each norm adds the bias of the preceding convolution, and the residual sum adds the others.
+        """
         y = without_bias(self.conv2, self.norm2.fused(without_bias(self.conv1, self.norm1.fused(x, shift, sums), 1), self.conv1.bias), 1)
         if isinstance(self.shortcut, nn.Conv2d):
             return y, add_residual_(y, self.conv2, without_bias(self.shortcut, x, 0), shifted_bias(self.shortcut, shift))
@@ -84,7 +86,7 @@ class ResidualBlock(nn.Module):
 
 
 class PixelAttention(nn.Module):
-    """Attention of one head over all pixels."""
+    """Single-head attention over all pixels."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -104,17 +106,17 @@ class Downsample(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, stride=2)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.pad(x, (0, 1, 0, 1)))  # one zero column on the right, one zero row below
+        return self.conv(F.pad(x, (0, 1, 0, 1)))  # pads one column on the right and one row at the bottom
 
 
 class Upsample(nn.Module):
-    """Every pixel as two by two, then a convolution. Where kernels run both are one transposed convolution, which takes about half the
-    time: 862 microseconds for 1538 and 94 at Infinity's third level, 1024 x 1024 pixels on an H200."""
+    """Nearest-neighbor upsampling by two and a convolution. With kernels both are one transposed convolution, in about half the time: 862
+    us instead of 1538 + 94 us at Infinity's third level for 1024 x 1024 pixels on an H200."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(channels, channels, 3, padding=1)
-        self._known: object = None  # weights that were merged
+        self._known: object = None  # identifies the weights in `_merged`
         self._merged = torch.empty(0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -128,7 +130,7 @@ class Upsample(nn.Module):
         return F.conv_transpose2d(x, self.merged_weight(), stride=2, padding=1).contiguous(memory_format=torch.channels_last)
 
     def merged_weight(self) -> Tensor:
-        """`merged_upsampling` of the weights as they are now; computed once, since a captured graph reads it where it lies."""
+        """Returns `merged_upsampling` of the current weights. Cached, because CUDA graphs read it at a fixed address."""
         weight = self.conv.weight
         known = weight.data_ptr(), weight.dtype, None if weight.is_inference() else weight._version
         if known != self._known:
@@ -137,7 +139,7 @@ class Upsample(nn.Module):
 
 
 class Level(nn.Module):
-    """Residual blocks of one resolution, each followed by attention where there is any, then the step to the next resolution."""
+    """Residual blocks of one resolution, with optional attention after each, and a change of resolution."""
 
     def __init__(self, inner: int, outer: int, blocks: int, attention: bool, resize: nn.Module | None) -> None:
         super().__init__()
@@ -153,7 +155,7 @@ class Level(nn.Module):
         return tuple(self.blocks)  # type: ignore[arg-type]
 
     def features_and_sums(self, x: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Sums | None]:
-        """`shift` [C]: what x still lacks, for kernels to add. The sums are known where a kernel has just added the residual."""
+        """Applies the blocks to x, or with kernels to x + shift [C]. Returns the sums for the next norm if a kernel computed them."""
         sums: Sums | None = None
         for block, attention in zip(self.stack, self.attention, strict=True):
             x, sums = block.fused(x, shift, sums) if fusable(x) else (block(x), None)
@@ -169,7 +171,7 @@ def middle(channels: int, attention: bool) -> nn.Sequential:
 
 
 class Encoder(nn.Module):
-    """Image [B, 3, H, W] in [-1, 1] to features [B, latent channels, H / stride, W / stride]."""
+    """Encodes images [B, 3, H, W] in [-1, 1] as features [B, latent channels, H / stride, W / stride]."""
 
     def __init__(self, config: AutoencoderConfig) -> None:
         super().__init__()
@@ -194,7 +196,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Latent [B, latent channels, h, w] to image [B, 3, h * stride, w * stride]; levels in the order in which they run."""
+    """Decodes latents [B, latent channels, h, w] to images [B, 3, h * stride, w * stride]."""
 
     def __init__(self, config: AutoencoderConfig) -> None:
         super().__init__()
@@ -210,10 +212,10 @@ class Decoder(nn.Module):
         self.conv_out = nn.Conv2d(channels[-1], 3, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
-        """Decodes in as many steps as keep the memory within bounds (see `tiles`); at once where gradients are wanted."""
+        """Decodes in batches or strips that limit memory (see `tiles`), or at once if gradients are enabled."""
         if torch.is_grad_enabled():
             return self.at_once(z)
-        from .tiles import decode  # which is written in terms of this class
+        from .tiles import decode  # circular: it imports this class
 
         return decode(self, z)
 
@@ -225,11 +227,11 @@ class Decoder(nn.Module):
             if isinstance(level.resize, Upsample) and fusable(x):
                 x, shift = level.resize.without_bias(x), level.resize.conv.bias  # the next level adds it
             else:
-                x = level.resize(x)  # by itself: a call keeps its input until it ends
+                x = level.resize(x)  # a separate call, so that it does not keep the level's input in memory
         return self.image(x, sums)
 
     def image(self, x: Tensor, sums: Sums | None = None) -> Tensor:
-        """What the last norm and the last convolution make of the features of the last level. A kernel does both and returns float32."""
+        """Applies the last norm and convolution to features of the last level. A kernel fuses both and returns float32."""
         if not fusable(x) or x.shape[1] > MAX_NORM_CONV:
             return self.conv_out(self.norm_out(x))
         norm, conv = self.norm_out, self.conv_out
@@ -238,5 +240,5 @@ class Decoder(nn.Module):
 
     @property
     def stack(self) -> tuple[Level, ...]:
-        """The levels in the order in which they run."""
+        """Levels in execution order, coarsest first."""
         return tuple(self.levels)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What every tokenizer offers: images to codes per stage, a canvas for codes, and the latent back to an image."""
+"""Base class of the tokenizers."""
 
 from typing import ClassVar
 
@@ -12,11 +12,13 @@ from ..stage import Schedule, Stage, Tokens, resize_area
 
 
 class Tokenizer(nn.Module):
+    """Converts images to codes per stage, and latents to images; creates the canvas that adds up the codes of the stages."""
+
     layout: Layout
-    float32: ClassVar[tuple[str, ...]] = ()  # parameters that keep full precision whatever the dtype
-    accumulates: ClassVar[bool] = True  # a stage codes what earlier stages left over
-    mixes_codes: ClassVar[bool] = False  # the canvas takes mixtures of codes as well
-    codes: int = 0  # numbered codes; 0 where codes are bits
+    float32: ClassVar[tuple[str, ...]] = ()  # prefixes of parameters that stay in float32
+    accumulates: ClassVar[bool] = True  # each stage encodes the residual of earlier stages
+    mixes_codes: ClassVar[bool] = False  # the canvas accepts weighted sums of codes
+    codes: int = 0  # size of the codebook; 0 for binary codes
     pixels_per_token: int
 
     @property
@@ -27,27 +29,27 @@ class Tokenizer(nn.Module):
         raise NotImplementedError
 
     def features(self, images: Tensor) -> Tensor:
-        """Images [B, 3, H, W] in [-1, 1] to continuous latents [B, Z, h, w], float32."""
+        """Encodes images [B, 3, H, W] in [-1, 1] as continuous latents [B, Z, h, w], float32."""
         raise NotImplementedError
 
     def nearest(self, grid: Tensor, stage: Stage) -> Tensor:
-        """The codes that come closest to a stage's map [B, Z, h, w]."""
+        """Returns the nearest codes for a stage's latent [B, Z, h, w]."""
         raise NotImplementedError
 
     def decode(self, latent: Tensor) -> Tensor:
-        """Latent [B, Z, h, w] to images [B, 3, H, W], float32, nominally in [-1, 1], not clamped."""
+        """Decodes latents [B, Z, h, w] to images [B, 3, H, W], float32, nominally in [-1, 1], not clamped."""
         raise NotImplementedError
 
     def map_size(self, stage: Stage) -> tuple[int, int]:
-        """Size of a stage's map in the latent."""
+        """Returns the height and width of a stage in the latent."""
         return stage.size
 
     @torch.inference_mode()
     def encode(self, images: Tensor, schedule: Schedule) -> list[Tensor]:
-        """Codes of every stage, as the canvas takes them."""
+        """Returns the codes of every stage in the format of the canvas."""
         expected = tuple(side * self.pixels_per_token for side in schedule.grid)
         if images.ndim != 4 or images.shape[1] != 3 or tuple(images.shape[2:]) != expected:
-            raise SizeError(f"this schedule encodes images [B, 3, {expected[0]}, {expected[1]}]; got {list(images.shape)}")
+            raise SizeError(f"images must be [B, 3, {expected[0]}, {expected[1]}] for this schedule; got {list(images.shape)}.")
         features = self.features(images)
         canvas = self.canvas(schedule, images.shape[0])
         codes = []

@@ -1,4 +1,4 @@
-"""FlexVAR's tokenizer: every stage is quantized on its own with unit-length codes."""
+"""FlexVAR's tokenizer: quantizes every stage separately with normalized codes."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from .weight_names import by_execution
 
 @dataclass(frozen=True)
 class FlexVarTokenizerConfig:
-    codes: int = 8912  # sic
+    codes: int = 8912  # sic: the published number
     code_channels: int = 32
     latent_channels: int = 256
     channels: int = 128

@@ -1,4 +1,4 @@
-"""Infinity's tokenizer: binary spherical codes, one sign per latent channel, no codebook."""
+"""Infinity's tokenizer: binary spherical codes with one sign per latent channel, and no codebook."""
 
 import math
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class InfinityTokenizerConfig:
     channels: int = 128
     multipliers: tuple[int, ...] = (1, 2, 4, 4, 4)
     blocks_per_level: int = 2
-    patchify: bool = False  # one token stands for 2 x 2 latent cells
+    patchify: bool = False  # one token represents 2 x 2 latent cells
 
     @property
     def autoencoder(self) -> AutoencoderConfig:
@@ -55,15 +55,15 @@ class InfinityTokenizer(Tokenizer):
         return self.cells * stage.height, self.cells * stage.width
 
     def signs(self, bits: Tensor) -> Tensor:
-        """Bits 0 and 1 to vectors of unit length per latent cell."""
+        """Converts bits 0 and 1 to a unit vector per latent cell."""
         return (2.0 * bits - 1.0) / math.sqrt(self.bits)
 
     def spread_cells(self, tokens: Tensor) -> Tensor:
-        """[B, bits per token, h, w] to [B, bits, cells * h, cells * w]: token bit 4c + 2dy + dx is bit c of cell (dy, dx)."""
-        return tokens if self.cells == 1 else F.pixel_shuffle(tokens, self.cells)  # which would copy
+        """Rearranges [B, bits per token, h, w] as [B, bits, cells * h, cells * w]: token bit 4c + 2dy + dx is bit c of cell (dy, dx)."""
+        return tokens if self.cells == 1 else F.pixel_shuffle(tokens, self.cells)  # pixel_shuffle would copy
 
     def gather_cells(self, latent: Tensor) -> Tensor:
-        """The inverse of `spread_cells`."""
+        """Inverts `spread_cells`."""
         return latent if self.cells == 1 else F.pixel_unshuffle(latent, self.cells)
 
     def features(self, images: Tensor) -> Tensor:

@@ -1,14 +1,13 @@
-"""Decoding within a bound of memory.
+"""Decoding with limited memory.
 
-Group norm takes its mean and variance from a whole image, so an image cannot be cut into tiles that are decoded one by one: every tile
-would be normalised by itself, and boundaries and shifts of colour would show. Instead the image is cut anew for every layer: a level of the
-decoder runs in strips of rows, each convolution with the one row above and below that it reads, and a norm's statistics are collected
-from all strips before the next layer starts. The result is that of decoding at once, to rounding: no overlap to blend, no tolerance to
-choose.
+Group norm takes its mean and variance from the whole image. Tiles that are decoded separately would be normalized separately, with visible
+boundaries and color shifts. Instead, each layer of a level runs in strips of rows: a convolution reads one extra row above and below the
+strip, and the statistics of a norm are collected from all strips before the next layer starts. The result equals that of decoding at once
+up to rounding, without overlaps or blending.
 
-Two maps of a level are kept, the residual stream and the inside of a block, and written in place; all else exists for one strip at a
-time. The upsampled input of a level, four times as large as what it is made of, is never kept: it is computed twice, once for the
-statistics of the first norm and once for the first convolution. That is an eighth more MACs with Infinity's decoder.
+Two feature maps of a level are stored and updated in place: the residual stream and the inside of a block. Everything else exists for one
+strip at a time. The upsampled input of a level, four times as large as its source, is not stored but computed twice: for the statistics of
+the first norm and for the first convolution. This adds an eighth of the MACs with Infinity's decoder.
 """
 
 from __future__ import annotations
@@ -27,29 +26,30 @@ from ..stage import to_double
 from .autoencoder import Decoder, Level, PixelAttention, Upsample
 from .layers import GroupNorm, convolve, fusable, to_channels_last, upsample_nearest
 
-MEMORY = 4 * 2**30  # bytes for the activations of the decoder, where that is enough
-# Pixels x channels of what the last level is given that keep a large GPU busy: one image of 1024 x 1024 with Infinity's 256 channels, 16 of
-# 512 x 512 with nano's 64. Those took 0.70 ms each on an H200, 0.79 four at a time; more would only take more memory.
-BUSY = 2**28
-MIN_STRIP = 32  # rows: a strip of fewer saves little, since maps of the whole level remain, and its edges are computed twice
+DEFAULT_MEMORY = 4 * 2**30  # bytes for the activations of the decoder
+# Input elements (pixels x channels) of the last level that keep a large GPU busy: one image of 1024 x 1024 with Infinity's 256 channels, 16
+# of 512 x 512 with nano's 64. The latter took 0.70 ms each on an H200, and 0.79 ms four at a time; larger batches only need more memory.
+MAX_ELEMENTS = 2**28
+MIN_STRIP = 32  # rows; smaller strips save little, because the stored maps remain and their edges are computed twice
 
 Rows = Callable[[int, int], Tensor]
-"""The rows of a map from the first to before the second number, [B, C, rows, W]."""
+"""Returns rows [start, stop) of a feature map, [B, C, rows, W]."""
 
 
 @dataclass(frozen=True)
 class Strips:
-    """The last `levels` of the decoder run in strips of `rows` rows."""
+    """Configuration of strip decoding: the last `levels` of the decoder run in strips of `rows` rows."""
 
     rows: int
     levels: int
 
 
 def decode(decoder: Decoder, z: Tensor, max_memory: int | None = None) -> Tensor:
-    """Images [B, 3, H, W] of latents [B, Z, h, w]: several images at a time, one by one, or in strips, as `max_memory` bytes allow.
+    """Decodes latents [B, Z, h, w] to images [B, 3, H, W] in batches, one by one or in strips, as memory allows.
 
-    None: within 4 GiB where strips make that possible, which they do up to 2.4 thousand pixels square in bfloat16, else with the
-    least that they need. A given bound that cannot be kept raises OutOfMemory.
+    Args:
+        max_memory: limit of the activations in bytes; OutOfMemory is raised if strips cannot meet it. None: 4 GiB if strips can meet that
+            (up to 2400 x 2400 pixels in bfloat16), otherwise the minimum that strips need.
     """
     together = images_at_a_time(decoder, z.shape, z.dtype, max_memory)
     strips = choose_strips(decoder, z.shape, z.dtype, max_memory)
@@ -68,28 +68,28 @@ def decode(decoder: Decoder, z: Tensor, max_memory: int | None = None) -> Tensor
 def images_at_a_time(decoder: Decoder, latent: Sequence[int], dtype: torch.dtype, max_memory: int | None) -> int:
     one = decode_bytes(decoder, latent[2:], dtype)
     largest = latent[2] * latent[3] * stride(decoder) ** 2 * decoder.stack[-1].stack[0].conv1.in_channels
-    return max(1, min(latent[0], BUSY // largest, (max_memory or MEMORY) // one))
+    return max(1, min(latent[0], MAX_ELEMENTS // largest, (max_memory or DEFAULT_MEMORY) // one))
 
 
 def choose_strips(decoder: Decoder, latent: Sequence[int], dtype: torch.dtype, max_memory: int | None) -> Strips | None:
-    """Strips that keep one image within `max_memory`: in as few levels as possible, and as high as possible. None: no strips are needed."""
-    bound = max_memory or MEMORY
+    """Returns strips that keep one image within `max_memory`, in as few levels and as large as possible; None if none are needed."""
+    bound = max_memory or DEFAULT_MEMORY
     if decode_bytes(decoder, latent[2:], dtype) <= bound:
         return None
     height, width = (side * stride(decoder) for side in latent[2:])
-    choices = [Strips(rows, levels) for levels in range(1, len(decoder.levels) + 1) for rows in halves(height)]
+    choices = [Strips(rows, levels) for levels in range(1, len(decoder.levels) + 1) for rows in strip_heights(height)]
     needs = {strips: decode_bytes(decoder, latent[2:], dtype, strips) for strips in choices}
     least = min(choices, key=needs.__getitem__)
     if max_memory is not None and needs[least] > bound:
         raise OutOfMemory(
-            f"decoding {width}x{height} pixels in {str(dtype).removeprefix('torch.')} takes {needs[least] / 2**30:.2f} GiB even in strips"
-            f" of {least.rows} rows, more than the {bound / 2**30:.2f} GiB that it may take: allow more, or choose a smaller image"
+            f"max_memory must be at least {needs[least] / 2**30:.2f} GiB to decode {width}x{height} pixels in"
+            f" {str(dtype).removeprefix('torch.')} in strips; got {bound / 2**30:.2f} GiB. Increase it or choose a smaller image."
         )
     return next((strips for strips in choices if needs[strips] <= bound), least)
 
 
-def halves(height: int) -> Iterator[int]:
-    """Heights of strips: a half, a quarter and so on, down to the smallest."""
+def strip_heights(height: int) -> Iterator[int]:
+    """Yields heights of strips: a half, a quarter and so on, down to MIN_STRIP."""
     while height > MIN_STRIP:
         height = max(height // 2, MIN_STRIP)
         yield height
@@ -103,18 +103,18 @@ def stride(decoder: Decoder) -> int:
 
 
 def decode_bytes(decoder: Decoder, latent: Sequence[int], dtype: torch.dtype, strips: Strips | None = None) -> int:
-    """The most bytes that the activations of one image take, at once or in strips; without workspaces of the convolutions.
+    """Returns the peak size in bytes of the activations of one image, at once or in strips, without convolution workspaces.
 
-    With Infinity's decoder in bfloat16 1298 bytes per pixel at once, and 658 besides what belongs to a strip.
+    With Infinity's decoder in bfloat16: 1298 bytes per pixel at once; in strips, 658 bytes per pixel plus the size of a strip.
     """
     height, width = latent
-    most = source = 0  # elements; the source is what a level is made from
+    most = source = 0  # in elements; the source is the input of a level before upsampling
     for number, level in enumerate(decoder.stack):
         conv = level.stack[0].conv1
         inner, outer = conv.in_channels, conv.out_channels
         if runs_whole(decoder, number, height, strips):
-            # The input is upsampled: in plain torch in two steps, and never the most. Then it is held by the caller, and a block has three
-            # maps at a time: input, normalised and output, or two to add up and their sum.
+            # Plain torch upsamples in two steps, which never dominates. Then the caller holds the input, and a block has three maps at a
+            # time: input, normalized and output, or two summands and their sum.
             made = source + 2 * inner * height * width if source else 0
             most = max(most, made, max(2 * inner + outer, inner + 3 * outer) * height * width)
         else:
@@ -123,23 +123,23 @@ def decode_bytes(decoder: Decoder, latent: Sequence[int], dtype: torch.dtype, st
         source = outer * height * width
         if isinstance(level.resize, Upsample):
             height, width = 2 * height, 2 * width
-    return most * dtype.itemsize + 3 * height * width * (dtype.itemsize + 4)  # and the image, in float32 too
+    return most * dtype.itemsize + 3 * height * width * (dtype.itemsize + 4)  # plus the image, also in float32
 
 
 def merged_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of the weights that upsampling on a GPU keeps besides its own: 4x4 for 3x3."""
+    """Returns the size in bytes of the merged 4x4 upsampling weights, which a GPU stores in addition to the 3x3 weights."""
     convs = [part.conv for part in module.modules() if isinstance(part, Upsample)]
     return sum(16 * conv.in_channels * conv.out_channels for conv in convs) * dtype.itemsize
 
 
 def strip_elements(inner: int, outer: int, dtype: torch.dtype) -> int:
-    """Elements per pixel of a strip: the input of a level upsampled, convolved and normalised, with statistics in float32."""
+    """Returns the elements per pixel of a strip: the level's input upsampled, convolved and normalized, with statistics in float32."""
     wide = 1 + 4 // dtype.itemsize
     return max(2 * inner + max(wide * inner, inner + outer), (2 + wide) * outer)
 
 
 def runs_whole(decoder: Decoder, number: int, height: int, strips: Strips | None) -> bool:
-    """Whether a level runs without strips: early levels do, small ones, and those with attention over all pixels, the coarsest."""
+    """Returns True if a level runs without strips: early levels, small ones, and those with attention over all pixels."""
     if strips is None or height <= strips.rows or number < len(decoder.levels) - strips.levels:
         return True
     return any(isinstance(part, PixelAttention) for part in decoder.stack[number].attention)
@@ -149,7 +149,7 @@ def runs_whole(decoder: Decoder, number: int, height: int, strips: Strips | None
 
 
 def decode_tiled(decoder: Decoder, z: Tensor, strips: Strips) -> Tensor:
-    """Decodes like `decoder.at_once`, in strips. One image at a time takes the least memory."""
+    """Decodes like `decoder.at_once`, but in strips."""
     x = decoder.middle(decoder.conv_in(to_channels_last(z)))
     resize: Upsample | None = None
     for number, level in enumerate(decoder.stack):
@@ -159,13 +159,13 @@ def decode_tiled(decoder: Decoder, z: Tensor, strips: Strips) -> Tensor:
             x = level_in_strips(level, x, resize, strips.rows)
         resize = level.resize if isinstance(level.resize, Upsample) else None
     if fusable(x):
-        return decoder.image(x)  # the kernel makes no map
+        return decoder.image(x)  # the kernel stores no intermediate map
     statistics = Statistics(decoder.norm_out)
     out = x.new_empty(len(x), 3, *x.shape[2:])
-    for top, bottom in places(x.shape[2], strips.rows):
+    for top, bottom in strip_bounds(x.shape[2], strips.rows):
         statistics.add(x[:, :, top:bottom])
     norm = statistics.norm()
-    for top, bottom in places(x.shape[2], strips.rows):
+    for top, bottom in strip_bounds(x.shape[2], strips.rows):
         out[:, :, top:bottom] = convolved(decoder.conv_out, normalize_rows(norm, x), top, bottom, x.shape[2])
     return out
 
@@ -175,7 +175,7 @@ def level_in_strips(level: Level, source: Tensor, resize: Upsample | None, rows:
     given = upsampled(source, resize) if resize is not None else lambda top, bottom: source[:, :, top:bottom]
     factor = 1 if resize is None else 2
     height, width = factor * source.shape[2], factor * source.shape[3]
-    parts = list(places(height, rows))
+    parts = list(strip_bounds(height, rows))
     x, inside = (
         torch.empty(
             (len(source), blocks[0].conv2.out_channels, height, width),
@@ -208,19 +208,19 @@ def level_in_strips(level: Level, source: Tensor, resize: Upsample | None, rows:
     return x
 
 
-def places(height: int, rows: int) -> Iterator[tuple[int, int]]:
-    """First row of every strip, and the row after its last."""
+def strip_bounds(height: int, rows: int) -> Iterator[tuple[int, int]]:
+    """Yields the first row of every strip and the row after its last."""
     return ((top, min(top + rows, height)) for top in range(0, height, rows))
 
 
 def rows_around(rows: Rows, top: int, bottom: int, height: int) -> tuple[Tensor, int]:
-    """These rows with one more on either side, as far as there is one, and the number of the first."""
+    """Returns these rows with up to one more on either side, and the index of the first one."""
     above = max(top - 1, 0)
     return rows(above, min(bottom + 1, height)), above
 
 
 def convolved(conv: nn.Conv2d, rows: Rows, top: int, bottom: int, height: int) -> Tensor:
-    """Some rows of a 3x3 convolution of a map, which reads zeros beyond its edges."""
+    """Computes rows of a 3x3 convolution with zero padding."""
     window, above = rows_around(rows, top, bottom, height)
     below = above + window.shape[2]
     if above == top or below == bottom:
@@ -237,12 +237,12 @@ def upsampled(x: Tensor, resize: Upsample) -> Rows:
 
 
 def normalize_rows(norm: Norm, x: Tensor, first: int = 0) -> Rows:
-    """The normalised rows of a map, or of a window of it that starts at its row `first`."""
+    """Returns the normalized rows of a map, or of a window of it that starts at row `first`."""
     return lambda top, bottom: norm(x[:, :, top - first : bottom - first])
 
 
 class Norm(NamedTuple):
-    """Group norm with known statistics, and SiLU."""
+    """Group norm with given statistics, and SiLU."""
 
     mean: Tensor  # [B, C], float32
     scale: Tensor
@@ -251,13 +251,13 @@ class Norm(NamedTuple):
     def __call__(self, x: Tensor) -> Tensor:
         if fusable(x):
             return kernels.centered_silu(x, self.mean, self.scale, self.bias)
-        y = torch.sub(x, self.mean[:, :, None, None])  # float32 whatever x is
+        y = torch.sub(x, self.mean[:, :, None, None])  # promoted to float32
         y.mul_(self.scale[:, :, None, None]).add_(self.bias[:, None, None])
         return F.silu(y, inplace=True).to(x.dtype)
 
 
 class Statistics:
-    """Mean and variance of the channels of a map, collected strip by strip; what they are for a group follows."""
+    """Running mean and variance of the channels of a map, updated strip by strip, from which the group norm follows."""
 
     def __init__(self, norm: nn.Module) -> None:
         assert isinstance(norm, GroupNorm)

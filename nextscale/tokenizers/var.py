@@ -1,4 +1,4 @@
-"""Tokenizers of VAR and HART: a residual quantizer with one codebook, whose upsampled maps pass a small convolution."""
+"""Tokenizers of VAR and HART: residual quantizers with one codebook and small convolutions applied to the upsampled codes."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ class VarTokenizerConfig:
     channels: int = 160
     multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
     blocks_per_level: int = 2
-    blends: int = 4  # convolutions shared out over the stages
+    blends: int = 4  # convolutions, each shared by several stages
     blend_share: float = 0.5
 
     @property
@@ -32,10 +32,10 @@ class VarTokenizerConfig:
 
 
 def blend_index(stage: int, stages: int, blends: int) -> int:
-    """Number of the convolution that serves a stage: the tick nearest to its place in the schedule.
+    """Returns the index of the convolution that a stage uses: the tick nearest to its relative position in the schedule.
 
-    Several places lie exactly between two ticks, and the published models were trained with what double precision makes of them,
-    so the arithmetic below must stay as it is.
+    Some positions are exactly halfway between two ticks. The published models were trained with the rounding of this double-precision
+    arithmetic, so it must not be changed.
     """
     margin = 1 / 3 / blends if blends == 4 else 1 / 2 / blends
     ticks = np.linspace(margin, 1 - margin, blends)
@@ -43,9 +43,9 @@ def blend_index(stage: int, stages: int, blends: int) -> int:
 
 
 class CodebookTokenizer(Tokenizer):
-    """A tokenizer with numbered codes."""
+    """A tokenizer with a codebook."""
 
-    unit_codes: ClassVar[bool] = False  # compared at unit length
+    unit_codes: ClassVar[bool] = False  # codes are compared after normalization
 
     def __init__(self, config: Any, latent_channels: int, code_channels: int, kernel: int, blends: int = 0) -> None:
         super().__init__()
@@ -97,11 +97,11 @@ class VarTokenizer(CodebookTokenizer):
 
 @dataclass(frozen=True)
 class HartTokenizerConfig(VarTokenizerConfig):
-    """The same fields as VAR's; the type decides which tokenizer to build."""
+    """VAR's fields; the type selects HART's tokenizer."""
 
 
 class HartTokenizer(VarTokenizer):
-    """VAR's tokenizer, but a continuous residual completes the last stage's codes."""
+    """VAR's tokenizer with a continuous residual added to the codes of the last stage."""
 
     def __init__(self, config: HartTokenizerConfig) -> None:
         super().__init__(config)

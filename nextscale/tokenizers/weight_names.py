@@ -1,4 +1,4 @@
-"""The names that published files give to the parts of the autoencoder."""
+"""Parameter names of the autoencoders in published files."""
 
 import re
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from ..checkpoints import Rule
 
 
 def renamed(*replacements: tuple[str, str | Callable[[re.Match[str]], str]]) -> Callable[[re.Match[str]], str]:
-    """A template that applies regex replacements one after the other to the whole of our name."""
+    """Returns a template that applies regex replacements to a parameter name in order."""
 
     def rename(match: re.Match[str]) -> str:
         name = match[0]
@@ -32,7 +32,7 @@ WRAPPED = (
 
 
 def by_resolution(levels: int, attention: bool, wrapped: bool = False) -> tuple[Rule, ...]:
-    """VAR's and Infinity's files: `down.i` and `up.i` count from the finest level; Infinity wraps each conv and norm once more."""
+    """Returns the rules for VAR's and Infinity's files: `down.i` and `up.i` count from the finest level; Infinity nests convs and norms."""
     last = 2 if attention else 1
     middle = {"0": "block_1", str(last): "block_2"} | ({"1": "attn_1"} if attention else {})
     names = renamed(
@@ -47,7 +47,7 @@ def by_resolution(levels: int, attention: bool, wrapped: bool = False) -> tuple[
 
 
 def by_execution() -> tuple[Rule, ...]:
-    """FlexVAR's file: `conv_blocks.i` in the order in which they run; separate query, key and value convolutions."""
+    """Returns the rules for FlexVAR's file: `conv_blocks.i` in execution order, and separate query, key and value convolutions."""
     common = (
         (r"\.levels\.", ".conv_blocks."),
         (r"\.blocks\.", ".res."),

@@ -270,9 +270,9 @@ def test_prompts_refused(saved_model: Path, prompts: object, message: str) -> No
 def test_long_prompt_is_refused_and_the_limit_is_exact(saved_model: Path) -> None:
     encoder = T5Encoder(saved_model, max_length=5)
     assert encoder(["a red cat sits"]).lengths == (5,)
-    with pytest.raises(PromptError, match=r"6 tokens; expected at most 5 .*'a red cat sits on'"):
+    with pytest.raises(PromptError, match=r"at most 5 tokens; got 6 .*'a red cat sits on'"):
         encoder([SHORT, "a red cat sits on"])
-    with pytest.raises(PromptError, match="601 tokens; expected at most 512"):
+    with pytest.raises(PromptError, match="at most 512 tokens; got 601"):
         T5Encoder(saved_model)(["cat " * 600])
 
 
@@ -308,9 +308,9 @@ def test_missing_folder_is_not_taken_for_a_hub_name(source: str | Path) -> None:
 @pytest.mark.parametrize(
     ("removed", "reported"),
     [
-        ("config.json", "absent: config.json"),
-        ("tokenizer.json", "absent: tokenizer.json or spiece.model"),
-        ("model.safetensors", "absent: model.safetensors or model.safetensors.index.json"),
+        ("config.json", "missing: config.json"),
+        ("tokenizer.json", "missing: tokenizer.json or spiece.model"),
+        ("model.safetensors", "missing: model.safetensors or model.safetensors.index.json"),
     ],
 )
 def test_incomplete_folder_names_the_absent_file(folder: Path, removed: str, reported: str) -> None:
@@ -342,7 +342,7 @@ def test_shards(folder: Path) -> None:
     assert torch.equal(T5Encoder(folder)([LONG]).rows[0], whole.rows[0])
 
     shards[1].unlink()
-    with pytest.raises(TextEncoderUnavailable, match=f"absent: {shards[1].name}"):
+    with pytest.raises(TextEncoderUnavailable, match=f"missing: {shards[1].name}"):
         T5Encoder(folder)
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(TextEncoderUnavailable, match="must hold a JSON object; got a list"):
@@ -357,7 +357,7 @@ def test_shards(folder: Path) -> None:
         ("../model.safetensors", "names '../model.safetensors', outside its folder"),
         ("/etc/passwd", "outside its folder"),
         ("C:\\model.safetensors", "outside its folder"),
-        ("absent.safetensors", "absent: absent.safetensors"),
+        ("absent.safetensors", "missing: absent.safetensors"),
     ],
 )
 def test_an_index_names_files_of_its_folder(name: object, message: str, tmp_path: Path) -> None:
@@ -382,14 +382,14 @@ def test_weights_of_a_smaller_encoder_are_refused(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["num_layers"] = 3
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(TextEncoderUnavailable, match=r"not a whole T5 encoder: \d+ weights .* encoder\.block\.2"):
+    with pytest.raises(TextEncoderUnavailable, match=r"not a complete T5 encoder: \d+ weights .* encoder\.block\.2"):
         T5Encoder(folder)
 
 
 def test_pickled_weights_are_not_taken(folder: Path) -> None:
     torch.save({}, folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(TextEncoderUnavailable, match=r"absent: model\.safetensors"):
+    with pytest.raises(TextEncoderUnavailable, match=r"missing: model\.safetensors"):
         T5Encoder(folder)
 
 
@@ -454,7 +454,7 @@ def test_hub_download_asks_for_safetensors_only(saved_model: Path, monkeypatch: 
 def test_hub_repository_without_safetensors(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "model.safetensors").unlink()
     hub_that_returns(folder, monkeypatch)
-    with pytest.raises(TextEncoderUnavailable, match=r"'some/t5' is incomplete; absent: model\.safetensors") as raised:
+    with pytest.raises(TextEncoderUnavailable, match=r"'some/t5' is incomplete; missing: model\.safetensors") as raised:
         T5Encoder("some/t5")
     assert_says_what_to_fetch(raised.value, name="some/t5")
 

@@ -202,7 +202,7 @@ def test_long_prompt_is_refused_and_the_limit_is_exact(folder: Path, largest: in
     save_tokenizer(folder / "tokenizer", model_max_length=largest)
     encoder = ClipEncoder(folder)
     assert encoder(["c" * 75]).lengths == (77,)
-    with pytest.raises(PromptError, match=r"78 tokens; expected at most 77 \(start and end token included\)\. .*'ccc"):
+    with pytest.raises(PromptError, match=r"at most 77 tokens; got 78 \(including the start and end tokens\)\. .*'ccc"):
         encoder(["c" * 76])
 
 
@@ -210,7 +210,7 @@ def test_shorter_maximum_of_the_tokenizer(folder: Path) -> None:
     save_tokenizer(folder / "tokenizer", model_max_length=8)
     encoder = ClipEncoder(folder)
     assert encoder(["c" * 6]).lengths == (8,)
-    with pytest.raises(PromptError, match="9 tokens; expected at most 8"):
+    with pytest.raises(PromptError, match="at most 8 tokens; got 9"):
         encoder(["c" * 7])
 
 

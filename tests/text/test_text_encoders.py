@@ -182,7 +182,7 @@ def test_incomplete_folder_names_the_absent_file(kind: Kind, removed: str, tmp_p
     (folder / removed).unlink()
     with pytest.raises(TextEncoderUnavailable) as raised:
         kind.encoder(folder)
-    assert f"is incomplete; absent: {kind.first_absent[removed]}" in str(raised.value)
+    assert f"is incomplete; missing: {kind.first_absent[removed]}" in str(raised.value)
     assert f"https://huggingface.co/{kind.repository} " in str(raised.value)
 
 
@@ -193,7 +193,7 @@ def test_absent_shard(kind: Kind, folder: Path) -> None:
     (model_folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm.weight": shard}}))
     with pytest.raises(TextEncoderUnavailable) as raised:
         kind.encoder(folder)
-    assert f"absent: {(Path(kind.model_folder) / shard).as_posix()}" in str(raised.value)
+    assert f"missing: {(Path(kind.model_folder) / shard).as_posix()}" in str(raised.value)
 
 
 def test_weights_of_a_smaller_model_are_refused(kind: Kind, folder: Path) -> None:
@@ -202,7 +202,7 @@ def test_weights_of_a_smaller_model_are_refused(kind: Kind, folder: Path) -> Non
     config = json.loads(file.read_text())
     config.pop("layer_types", None)
     file.write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    with pytest.raises(TextEncoderUnavailable, match=rf"not a whole {kind.name} encoder: \d+ weights are absent, .*layers\.2\."):
+    with pytest.raises(TextEncoderUnavailable, match=rf"not a complete {kind.name} encoder: \d+ weights are missing, .*layers\.2\."):
         kind.encoder(folder)
 
 

@@ -281,7 +281,7 @@ def test_pictures_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         (data, {}, r"held-out pictures of sides \[\]"),
         (data, none, r"held-out pictures: \{32: 0\} by side"),
         (none, data, r"training pictures: \{32: 0\} by side"),
-        ({SIDE: long}, data, "prompt has 21 tokens; expected at most 16"),
+        ({SIDE: long}, data, "prompt must have at most 16 tokens; got 21"),
     ):
         with pytest.raises(NextscaleError, match=message):
             train_model(SETTINGS, tiny_words(), tiny_tokenizer(), train, held_out, tmp_path / "run", Budget(steps=1), CPU)
