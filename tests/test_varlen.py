@@ -14,7 +14,7 @@ from nextscale.engine.variants import BUCKETS, buckets
 from nextscale.generate import StageOutput
 from nextscale.methods import Combined
 from nextscale.pipeline import Output, Preview
-from nextscale.planning.cost import evenly
+from nextscale.planning.cost import split_evenly
 from nextscale.stage import Stage, Tokens
 from nextscale.varlen import VarlenLayout
 from nextscale_research.methods import LiteVAR, ScaleKV, ToMe, ZipVL
@@ -132,7 +132,7 @@ def test_buckets_are_those_of_all_images_or_of_one() -> None:
 
 
 def test_unknown_counts_are_even() -> None:
-    assert evenly(11, 4) == [3, 3, 3, 2]
+    assert split_evenly(11, 4) == [3, 3, 3, 2]
 
 
 # --- generation

@@ -1,4 +1,4 @@
-"""State of a request: keys and values per layer, and outputs of earlier stages."""
+"""Per-request state: KV cache per layer, and outputs of earlier stages."""
 
 from .attention import AttentionCall, CacheView, real_entries
 from .compute_mask import ComputedCells

@@ -1,4 +1,4 @@
-"""Attention over cached keys and values, by torch's kernels or ours."""
+"""Attention to cached keys and values, with torch's SDPA or our kernel."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from ..kernels.shapes import MIN_SQUARE
 from ..stage import Tokens
 from ..varlen import VarlenLayout
 
-MAX_FEW_QUERIES = 512  # of all rows: torch's kernels are slow for them; ours costs the host more, which a captured graph does not pay
+MAX_FEW_QUERIES = 512  # over all rows; up to here our kernel is faster than torch's inside a CUDA graph (eagerly its launch costs more)
 _FLAGS_LOCK = Lock()
 _FLAGS: ContextVar[Mapping[str, bool]] = ContextVar("flags of torch's attention kernels", default={})  # noqa: B039
 
 
 @contextmanager
 def attention_backend(queries: int, device: torch.device, captured: bool) -> Iterator[None]:
-    """Chooses among torch's attention kernels for a stage with this number of query tokens over all rows.
+    """Selects SDPA backends for a stage with this number of query tokens over all rows.
 
-    On an H200 cuDNN's kernel, torch's own choice, is the fastest, 1.5 to 1.9 times as fast as flash (4096 queries, 10521 keys: 1.13 ms,
-    flash 2.08, memory-efficient 4.14; measured at cf737eb). Small stages that are not captured wait for the host: 32 blocks take 23 ms
-    with cuDNN's and 18 ms with flash, and a call of the memory-efficient kernel costs the host half of a call of flash.
+    On an H200, cuDNN, which torch selects by default, is the fastest: 1.13 ms for 4096 queries and 10521 keys, against 2.08 ms with flash
+    and 4.14 ms with the memory-efficient backend (measured at cf737eb). Small stages outside CUDA graphs are limited by the host: 32 blocks
+    take 23 ms with cuDNN and 18 ms with flash, and the memory-efficient backend needs half of flash's host time.
     """
     default = device.type != "cuda" or captured or queries > 2048
     token = _FLAGS.set({} if default else {"cudnn": False, "flash": queries > 512, "mem_efficient": True, "math": True})
@@ -40,10 +40,10 @@ def attention_backend(queries: int, device: torch.device, captured: bool) -> Ite
 
 
 @contextmanager
-def chosen_kernels(device: torch.device) -> Iterator[None]:
-    """Sets torch's flags as `attention_backend` has chosen in this thread.
+def sdpa_backends(device: torch.device) -> Iterator[None]:
+    """Applies the backends that `attention_backend` selected in this thread.
 
-    The flags belong to the whole process. A lock keeps threads that use other GPUs from changing them during a call.
+    Torch's flags are global to the process. A lock prevents threads that use other GPUs from changing them during a call.
     """
     if device.type != "cuda":
         yield
@@ -63,7 +63,7 @@ def set_flags(flags: Mapping[str, bool]) -> None:
 
 
 def unit_vectors(x: Tensor) -> Tensor:
-    """Root-mean-square norm: vectors of length sqrt(D)."""
+    """Normalizes vectors to a root mean square of 1, that is, to length sqrt(D)."""
     return F.rms_norm(x, x.shape[-1:], eps=MIN_SQUARE)
 
 
@@ -78,13 +78,13 @@ def real_entries(lengths: Tensor, entries: int) -> Tensor:
 
 
 def reads_lengths(x: Tensor) -> bool:
-    """Returns whether attention for such tensors reads keys and values only up to each row's length."""
+    """Returns True if attention to such tensors reads keys and values only up to each row's length."""
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16, E4M3) and kernels.available(x)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attends with q [R, N, H, D] to k, v [R, T, H, D]: [R, N, H * D]."""
-    with chosen_kernels(q.device):
+    """Returns the attention of q [R, N, H, D] to k, v [R, T, H, D]: [R, N, H * D]."""
+    with sdpa_backends(q.device):
         out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale)
     return out.transpose(1, 2).flatten(2)
 
@@ -103,13 +103,14 @@ def attend_rows(
     unit: bool = False,
     e4m3_scale: float | None = None,
 ) -> Tensor:
-    """Attends with q [R, N, H, D], or packed q [F, T, H, D], to the first lengths[r] of k, v [R, S, H, D], or to all: [..., H * D].
+    """Returns the attention of q [R, N, H, D], or packed q [F, T, H, D], to the first lengths[r] entries of k, v [R, S, H, D].
 
     Args:
-        mask: `real_entries` of the lengths, if it is known.
-        few: prefer the kernel, also for rows of equal length.
-        unit: make unit vectors of the queries first.
-        e4m3_scale: a kernel divides the result by it and returns e4m3.
+        lengths: [R]; None: all entries.
+        mask: `real_entries` of the lengths, if already computed.
+        few: prefer our kernel even if rows have equal lengths.
+        unit: normalize the queries first.
+        e4m3_scale: if a kernel runs, it divides the result by this and returns e4m3.
     """
     if reads_lengths(q) and (few or packing is not None or lengths is not None):
         known = k.shape[1] if lengths is None else lengths
@@ -124,7 +125,7 @@ def attend_rows(
 
 
 def attend_one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, scale: float, packing: VarlenLayout) -> Tensor:
-    """Attends row by row, where the host knows the lengths without waiting for them."""
+    """Returns the attention row by row, on the CPU, where lengths are available without synchronization."""
     cu_seqlens = packing.cu_seqlens.tolist()
     known = [k.shape[1]] * k.shape[0] if lengths is None else lengths.tolist()
     out = torch.empty(*q.shape[:2], q.shape[2] * q.shape[3], dtype=q.dtype)
@@ -136,30 +137,30 @@ def attend_one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, s
 
 
 class CacheView(NamedTuple):
-    """Memory for the new keys and values of a stage, behind those of earlier stages."""
+    """Memory for the new keys and values of a stage, which follow those of earlier stages."""
 
     keys: Tensor  # [R, T, H, D]
     values: Tensor
-    start: int | Tensor  # of the new entries; [R] once rows differ
+    start: int | Tensor  # first new entry; [R] once rows have different lengths
     end: int
-    lengths: Tensor | None = None  # [R] entries of each row once they differ, the new ones included; int32
+    lengths: Tensor | None = None  # [R], int32, once rows have different lengths; includes the new entries
 
     @property
     def filled(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values up to `end`, and a mask [R, 1, 1, end] where rows differ."""
+        """Keys and values up to `end`, and a mask [R, 1, 1, end] if rows have different lengths."""
         mask = None if self.lengths is None else real_entries(self.lengths, self.end)
         return self.keys.narrow(1, 0, self.end), self.values.narrow(1, 0, self.end), mask
 
 
 class AttentionCall(NamedTuple):
-    """One attention of one layer, whose keys and values are in the cache already."""
+    """Arguments of one layer's attention; its keys and values are in the cache already."""
 
-    q: Tensor  # [R, N, H, D]; packed [F, T, H, D]
+    q: Tensor  # [R, N, H, D]; [F, T, H, D] if packed
     view: CacheView
     tokens: Tokens
     scale: float
-    projected: Callable[[], tuple[Tensor, Tensor]]  # returns x [R, N, C] and the weights [3 * C, C] that made queries, keys and values
-    batch: int = 1  # images; of a guided pair the conditional rows come first
-    captured: bool = False  # True inside a CUDA graph
+    projected: Callable[[], tuple[Tensor, Tensor]]  # returns the layer's input [R, N, C] and its qkv weights [3 * C, C]
+    batch: int = 1  # images; conditional rows come first
+    captured: bool = False  # True inside CUDA graph capture
     e4m3_scale: float | None = None  # the result may be e4m3, divided by this scale
-    mask: Tensor | None = None  # [1, 1, N, T], of a prefix that is read in one pass
+    mask: Tensor | None = None  # [1, 1, N, T], if several stages run in one pass

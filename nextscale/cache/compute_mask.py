@@ -1,4 +1,4 @@
-"""What was computed for every cell, where a caller wants to see it."""
+"""Compute masks: the share of the network that ran for each cell."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ..stage import Tokens
 
 
 class ComputedCells:
-    """How many sublayers of the stage that runs were computed for every cell of every image."""
+    """Counts the sublayers that were computed for every cell of every image at the current stage."""
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
-        self.reported = False  # something was added since this was last set to False
+        self.reported = False  # set by `add`; callers reset it
         self._counts: Tensor | None = None  # [B, cells]
 
     def add(self, tokens: Tokens, rows: Tensor, sublayers: int, share: Tensor | None = None) -> None:
-        """`sublayers` sublayers computed `rows` [R, N, C] for these tokens, in full or in a share [R]; the mean of both rows counts."""
+        """Counts `sublayers` sublayers computed on `rows` [R, N, C], weighted by `share` [R] if given; averages the CFG branches."""
         whole = tokens.unpack(torch.ones(*rows.shape[:2], 1, device=rows.device))
         values, tokens = tokens.on_grid(whole if share is None else whole * share[:, None, None])
         grid = tokens.scatter(values, values.new_zeros(whole.shape[0], tokens.stage.cells, 1))
@@ -26,6 +26,6 @@ class ComputedCells:
         self.reported = True
 
     def take(self, sublayers: int) -> Tensor | None:
-        """The share of `sublayers` that was computed for every cell of the stage, [B, cells]; the next stage starts at zero."""
+        """Returns the computed share of `sublayers` for every cell, [B, cells], and resets the counts."""
         counts, self._counts = self._counts, None
         return None if counts is None else counts / sublayers

@@ -1,9 +1,8 @@
-"""Keys and values that are kept in 8 bits: half of what half precision takes.
+"""int8 KV cache, half the size of bfloat16.
 
-Every stage reads what its layer holds, as it was computed but for the rounding, from the workspace that all layers share; so attention
-is the same as ever, and a stage sees its own keys and values unrounded. A whole number from -127 to 127 per channel and one scale per
-token and head: values of a head are about as large as one another, and where they are normally distributed the rounding is 0.6 % of
-their spread, a quarter of that of an 8-bit float (e4m3). It needs no support of the hardware.
+Keys and values have one scale per token and head. Every stage dequantizes the cache of a layer into the workspace that all layers share,
+and attends to its own keys and values before they are quantized. For normally distributed values the rounding error is 0.6 % of their
+standard deviation, a quarter of that of e4m3, and no hardware support is needed.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ SCALE = torch.float32
 
 @dataclass(frozen=True)
 class QuantizedSpec(CacheSpec):
-    """Sizes where layers hold 8 bits of a channel and all stages read from the workspace."""
+    """Sizes of an int8 KV cache that all stages read through the workspace."""
 
     def workspace_entries(self, rows: int) -> int:
-        """Room for the stage that reads most over all of its rows, however many there are at first."""
+        """Returns the maximum number of entries that a stage reads over all of its rows; `rows` is ignored."""
         read = accumulate(max(stage.tokens) for stage in self.stages)
         return max((stage.rows * tokens for stage, tokens in zip(self.stages, read, strict=True)), default=0)
 
@@ -46,7 +45,7 @@ class QuantizedSpec(CacheSpec):
 
 
 class QuantizedLayerCache(LayerCache):
-    """Every token of every stage, in 8 bits."""
+    """KV cache of one layer in int8."""
 
     reads_workspace = True
 
@@ -56,12 +55,12 @@ class QuantizedLayerCache(LayerCache):
         return keys, values
 
     def written(self, view: CacheView, new: int) -> None:
-        if self._pair is None:  # the last stage, whose keys nothing reads again
+        if self._pair is None:  # the last stage's keys are not read again
             return
         store = kernels.quantize_tokens if kernels.available(view.keys) else quantize_tokens_reference
         store(view.keys, view.values, view.start, new, Int8Tokens(*self._pair))
 
 
 def plain_cache(spec: CacheSpec, workspace: Workspace) -> LayerCache:
-    """The cache of a layer that keeps all of its tokens, as the sizes say."""
+    """Returns the KV cache of a layer that keeps all tokens, in the format of `spec`."""
     return QuantizedLayerCache(spec, workspace) if isinstance(spec, QuantizedSpec) else LayerCache(spec, workspace)

@@ -1,4 +1,4 @@
-"""Keys and values of one layer."""
+"""KV cache of one layer."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from .workspace import Pair, Workspace, copy_wide, total_bytes
 
 
 class LayerCache:
-    """Every token of every stage, written in place into memory that is allocated when the first stage comes.
+    """Keys and values of all tokens of one layer, in memory that is allocated at the first stage.
 
-    What was planned is allocated at once; it grows where a method runs more than its forecast said. When rows leave, what the others
-    have is copied to memory of their own size. The last stage reads everything from the workspace, and the layer's own memory is freed.
+    The planned size is allocated at once, and grows if a method runs more tokens than forecast. When rows are dropped, the others are
+    copied to smaller memory. The last stage reads everything from the workspace, and the layer's own memory is freed.
     """
 
-    reads_workspace: ClassVar[bool] = False  # True: so do all stages
+    reads_workspace: ClassVar[bool] = False  # True if all stages read from the workspace, not only the last
 
     def __init__(self, spec: CacheSpec, workspace: Workspace) -> None:
         self.spec = spec
         self.workspace = workspace
-        self.length = 0  # entries written so far, padding included: a bound that the host knows
-        self.lengths: Tensor | None = None  # [R] real entries, once rows differ
-        self._finite_tails = False  # whether what lies beyond them is finite
+        self.length = 0  # entries written so far, including padding: an upper bound known on the host
+        self.lengths: Tensor | None = None  # [R] real entries, once rows have different lengths
+        self._finite_tails = False  # entries after a row's end are finite
         self._rows = spec.rows
-        self._pair: tuple[Tensor, ...] | None = None  # what is held for later stages
+        self._pair: tuple[Tensor, ...] | None = None  # memory held for later stages
         self._spent = False  # the last stage has run
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are allocated now."""
+        """Allocated bytes."""
         return total_bytes(self._pair)
 
     @property
@@ -47,7 +47,7 @@ class LayerCache:
         return self._held()[1]
 
     def append(self, k: Tensor, v: Tensor, tokens: Tokens) -> CacheView:
-        """Adds k, v [R, N, H, D] of `tokens`, or packed ones [F, T, H, D], each at the end of its row."""
+        """Appends k, v [R, N, H, D] of `tokens`, or packed [F, T, H, D], at the end of each row."""
         packing, new = tokens.packing, tokens.num_tokens
         view = self.reserve(tokens.rows_of(k), new, tokens)
         for store, fresh in ((view.keys, k), (view.values, v)):
@@ -58,13 +58,13 @@ class LayerCache:
                 store[row, view.start[:, None] + torch.arange(new, device=k.device)] = fresh.to(store.dtype)
             else:
                 row = packing.row(k.shape[0])
-                # padding goes where the last token does
+                # padding is written to the same entry as the last token
                 store[row, view.start[row] + packing.place] = packing.repeat_last(fresh.to(store.dtype))
         self.written(view, new)
         return view
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Returns the result of attention before its projection, [R, N, H * D]. Override it to read some of the keys, or to drop some."""
+        """Returns the attention before the output projection, [R, N, H * D]. Override it to read or keep only some of the keys."""
         view, q, packing = call.view, call.q, call.tokens.packing
         keys, values = view.keys.narrow(1, 0, view.end), view.values.narrow(1, 0, view.end)
         few = call.captured and q.shape[0] * q.shape[1] <= MAX_FEW_QUERIES
@@ -75,15 +75,15 @@ class LayerCache:
         )
 
     def reserve(self, rows: int, new: int, tokens: Tokens, *, finite_tails: bool = True) -> CacheView:
-        """Makes room for `new` entries per row, which the caller writes, and then says so with `written`.
+        """Reserves `new` entries per row. The caller writes them and then calls `written`.
 
-        finite_tails: what lies beyond a row's end is finite, as a mask needs it: zero times NaN is NaN. Attention that reads a row up
-        to its length does without, then at all stages that follow.
+        finite_tails: clear the entries after each row's end, because attention with a mask multiplies them by zero, and 0 * NaN is NaN. Not
+        needed for attention that reads only up to a row's length; then later stages must not need it either.
         """
         end = self.length + new
         final = tokens.stage.index == self.spec.final
         if final and self._spent:
-            raise ValueError(f"stage {tokens.stage.index} is the last one, and its keys are gone: a layer cannot run it again")
+            raise ValueError(f"stage must not be {tokens.stage.index} again: it was the last one, and its keys were dropped.")
         if not final:
             self._make_room(end, tokens.stage)
         in_workspace = final or self.reads_workspace
@@ -97,16 +97,16 @@ class LayerCache:
         return view
 
     def written(self, view: CacheView, new: int) -> None:
-        """The `new` entries per row of the view that was reserved last are there."""
+        """Called after the `new` entries per row of the last reserved view have been written."""
 
     def _read(self, keys: Tensor, values: Tensor) -> Pair:
-        """What is held goes to the beginning of these."""
+        """Copies the held entries to the beginning of keys and values."""
         for target, source in ((keys, self.keys), (values, self.values)):
             copy_wide(target.narrow(1, 0, self.length), source.narrow(1, 0, self.length))
         return keys, values
 
     def _ragged(self, view: CacheView, new: int, tokens: Tokens, in_workspace: bool, finite_tails: bool) -> CacheView:
-        """Lets every row continue at its own end once they differ, so that the next stage overwrites this one's padding."""
+        """Starts each row at its own end once lengths differ, so that a stage overwrites the padding of the previous one."""
         if self.lengths is None and tokens.count is None:
             return view
         rows, device = view.keys.shape[0], view.keys.device
@@ -115,7 +115,7 @@ class LayerCache:
             self._finite_tails = finite_tails
             if finite_tails:
                 self._clear_tail()
-        assert self._finite_tails or not finite_tails, "tails that an earlier stage has not cleared"
+        assert self._finite_tails or not finite_tails, "an earlier stage did not clear the tails"
         if in_workspace and finite_tails:
             for store in (view.keys, view.values):
                 store.narrow(1, self.length, new).zero_()
@@ -126,7 +126,7 @@ class LayerCache:
     def keep_rows(self, rows: Rows) -> None:
         self._rows = row_count(rows, self._rows)
         if self._pair is not None:
-            self._move(max(self.spec.room(self._rows), self.length), rows)  # copies: a view would keep the others alive
+            self._move(max(self.spec.room(self._rows), self.length), rows)  # copies, because a view would keep all rows in memory
         if self.lengths is not None:
             self.lengths = self.lengths[rows]
 
@@ -136,17 +136,17 @@ class LayerCache:
         return self._pair
 
     def _make_room(self, end: int, stage: Stage) -> None:
-        """Grows to `end` tokens where that is more than was planned, and then to those planned after `stage` as well."""
+        """Grows to `end` tokens, plus those planned after `stage`, if `end` exceeds the allocated size."""
         if stage.index > self.spec.final:
             raise ValueError(
-                f"stage {stage.index} was not planned to run, so that stage {self.spec.final} has left no keys for it: a method's forecast"
-                " may only skip stages that its runs skip"
+                f"stage {stage.index} must not run after stage {self.spec.final}, the last one planned. A method's forecast may only skip"
+                " stages that its runs skip."
             )
         if self.keys.shape[1] < end:
             self._move(end + self.spec.room(self._rows, after=stage.index), slice(None))
 
     def _move(self, tokens: int, rows: Rows) -> None:
-        """Copies some of the rows to memory with room for `tokens`."""
+        """Copies these rows to memory with room for `tokens`."""
         old, fresh = self._held(), replace(self.spec, rows=self._rows).allocate(tokens)
         for target, source in zip(fresh, old, strict=True):
             copy_wide(target.narrow(1, 0, self.length), source[rows].narrow(1, 0, self.length))
@@ -160,10 +160,10 @@ class LayerCache:
 
 
 class NoCache(LayerCache):
-    """The cache of blocks that read nothing of earlier stages (STAR's refiner)."""
+    """KV cache of blocks that do not read earlier stages (STAR's refiner)."""
 
     def __init__(self) -> None:
-        """Holds nothing."""
+        """Allocates nothing."""
 
     def append(self, k: Tensor, v: Tensor, tokens: Tokens) -> CacheView:
         keys, values = tokens.unpack(k.to(v.dtype)), tokens.unpack(v)
@@ -171,9 +171,9 @@ class NoCache(LayerCache):
         return CacheView(keys, values, 0, keys.shape[1], lengths)
 
     def keep_rows(self, rows: Rows) -> None:
-        """Keeps nothing."""
+        """Does nothing."""
 
 
 def row_count(rows: Rows, of: int) -> int:
-    """How many of a number of rows these are."""
+    """Returns the number of selected rows out of `of`."""
     return len(range(*rows.indices(of))) if isinstance(rows, slice) else rows.shape[0]

@@ -23,24 +23,24 @@ class StageMemory:
         self._maps[key] = (tokens.on_grid(y)[0], tokens.stage.size)
 
     def stored(self, key: Hashable) -> tuple[Tensor, tuple[int, int]]:
-        """Returns what is stored under `key`, [R, h * w, C], and the size of its grid."""
+        """Returns the output stored under `key`, [R, h * w, C], and its grid size."""
         if key not in self._maps:
-            raise SettingError(f"outputs {key!r} of an earlier stage are missing, since another method skips it: skip other stages.")
+            raise SettingError(f"outputs {key!r} of an earlier stage are missing, because another method skips it. Skip other stages.")
         return self._maps[key]
 
     def fill(self, key: Hashable, tokens: Tokens) -> Tensor:
-        """Returns what is stored under `key`, area-resized to the stage of `tokens` and gathered there: [R, N, C]."""
+        """Returns the output stored under `key`, area-resized to the stage of `tokens` and gathered: [R, N, C]."""
         y, (height, width) = self.stored(key)
         grid = y.transpose(1, 2).unflatten(2, (height, width))
         resized = resize_area(grid, tokens.stage.size)
         return tokens.gather(resized.flatten(2).transpose(1, 2))
 
     def copy(self) -> StageMemory:
-        """Returns another memory with the same tensors."""
+        """Returns a copy that shares the tensors."""
         memory = StageMemory()
         memory._maps = dict(self._maps)
         return memory
 
     def keep_rows(self, rows: Rows) -> None:
-        """Keeps copies of these rows: views would keep the others alive."""
+        """Keeps copies of these rows, because views would keep all rows in memory."""
         self._maps = {key: (y[rows].clone(), size) for key, (y, size) in self._maps.items()}

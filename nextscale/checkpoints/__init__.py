@@ -1,4 +1,4 @@
-"""Reads published checkpoints into our modules, strictly and without executing anything in a file. Start at `load_weights`."""
+"""Loads published checkpoints into our modules, strictly and without executing code from files. Start at `load_weights`."""
 
 from .files import Checkpoint, open_checkpoint
 from .layout import Layout, Rule, Shape, check, published_tensors

@@ -1,4 +1,4 @@
-"""Torch and safetensors files, and folders of shards, opened without ever executing anything in them."""
+"""Torch and safetensors files and folders of shards, read without executing code."""
 
 import argparse
 import os
@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The tensors of a weights file or of a folder of shards, under their published names. Holds no tensor data."""
+    """The tensors of a weights file or a folder of shards, by published name. Holds no tensor data."""
 
     path: Path
     layout: Layout
@@ -42,10 +42,10 @@ class Checkpoint:
         return {key: entry.shape for key, entry in self.entries.items()}
 
     def tensors(self, keys: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yields (key, tensor) shard by shard. The tensors are views of the mapped file: read them, do not write to them."""
+        """Yields (key, tensor) shard by shard. The tensors are read-only views of the memory-mapped file."""
         wanted = list(keys)
         if absent := [key for key in wanted if key not in self.entries]:
-            raise CheckpointError(f"{self.path} has no tensors named {listed(absent)}. Ask only for keys in `shapes`.")
+            raise CheckpointError(f"{self.path} has no tensors named {listed(absent)}. Request only keys in `shapes`.")
         for shard in dict.fromkeys(self.entries[key].shard for key in wanted):
             state = _shard_state(shard, self.layout)
             for key in wanted:
@@ -54,7 +54,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | Path, layout: Layout) -> Checkpoint:
-    """Opens a torch or safetensors file, a folder of shards, or the `.index.json` of such a folder. Keeps names and shapes only."""
+    """Opens a torch or safetensors file, a folder of shards, or the `.index.json` of such a folder. Reads only names and shapes."""
     path = Path(path)
     entries: dict[str, Entry] = {}
     for shard in _shard_paths(path, layout.preferred_file):
@@ -62,7 +62,7 @@ def open_checkpoint(path: str | Path, layout: Layout) -> Checkpoint:
             key = published_key(entry.stored_key, layout)
             if key in entries:
                 places = [f"{twin.stored_key!r} in {twin.shard.name}" for twin in (entries[key], entry)]
-                raise CheckpointError(f"{path} has {key!r} twice: {' and '.join(places)}. Pass the file or the folder of one checkpoint.")
+                raise CheckpointError(f"{path} has {key!r} twice: {' and '.join(places)}. Pass the files of one checkpoint.")
             entries[key] = entry
     return Checkpoint(path, layout, entries)
 
@@ -77,44 +77,44 @@ def _shard_paths(path: Path, preferred: str | None) -> list[Path]:
     files = sorted(file for file in path.glob("*") if file.is_file())
     indexes = [file for file in files if file.name.endswith(INDEX_SUFFIX)]
     if len(indexes) > 1:
-        raise CheckpointError(f"{path} has several indexes: {listed([file.name for file in indexes])}. Pass the path of the one you mean.")
+        raise CheckpointError(f"{path} has several indexes: {listed([file.name for file in indexes])}. Pass the path of one.")
     if indexes:
         return indexed_shards(indexes[0])
     weights = [file for file in files if file.suffix.lower() in WEIGHT_SUFFIXES]
     if not weights:
-        raise CheckpointError(f"{path} has no {', '.join(sorted(WEIGHT_SUFFIXES))} file. Pass the folder that holds the weights.")
+        raise CheckpointError(f"{path} has no {', '.join(sorted(WEIGHT_SUFFIXES))} file. Pass the folder with the weights.")
     return weights
 
 
 def indexed_shards(index: Path) -> list[Path]:
-    """Returns the shards that an index names. Raises CheckpointError if one does not exist."""
+    """Returns the shards listed in an index. Raises CheckpointError if one does not exist."""
     names = shard_names(index)
     for name in names:
         if not os.path.isfile(index.parent / name):
-            raise CheckpointError(f"The index {index} names the shard {name!r}, which is not there. Download the whole folder again.")
+            raise CheckpointError(f"index {index} lists the shard {name!r}, which does not exist. Download the whole folder again.")
     return [index.parent / name for name in names]
 
 
 def shard_names(index: Path) -> list[str]:
-    """Returns the file names in an index. Raises CheckpointError for names outside the folder of the index."""
+    """Returns the file names listed in an index. Raises CheckpointError for names outside its folder."""
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(f'The index {index} has no "weight_map" from tensor names to shard files. {DOWNLOAD_AGAIN}')
+        raise CheckpointError(f'index {index} must have a "weight_map" from tensor names to shard files. {DOWNLOAD_AGAIN}')
     names = sorted(set(weight_map.values()))
     for name in names:
-        # Judged by the text alone: download caches keep shards as links to files elsewhere. Windows rules also cover POSIX names.
+        # Only the text is checked: download caches store shards as links to files elsewhere. Windows rules also cover POSIX names.
         pure = PureWindowsPath(name)
         if pure.anchor or ".." in pure.parts:
-            raise CheckpointError(f"The index {index} names {name!r}, outside its folder. Refused: use an index with plain file names.")
+            raise CheckpointError(f"index {index} must list plain file names; got {name!r}, which is outside its folder.")
     return names
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Returns the JSON object of a small file. Raises CheckpointError for anything else."""
+    """Returns the JSON object of a small file; raises CheckpointError for other content."""
     try:
         found = read_json(file)
         if not isinstance(found, dict):
-            raise ValueError(f"it must hold a JSON object; got a {type(found).__name__}")
+            raise ValueError(f"must be a JSON object; got a {type(found).__name__}")
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}. Download it again, or check its permissions.") from error
     return found
@@ -130,13 +130,13 @@ def _shard_entries(path: Path, layout: Layout) -> Iterator[Entry]:
     if foreign:
         wrappers = "".join(f" or {'.'.join(wrapper)}" for wrapper in layout.wrappers)
         raise CheckpointError(
-            f"{path} has values that are not dense tensors under text keys: {listed(foreign)}. "
-            f"Expected nothing but named tensors, at the top level{wrappers}. Re-save only the state dict."
+            f"{path} must contain only dense tensors with string keys, at the top level{wrappers}; got {listed(foreign)}. "
+            "Save only the state dict."
         )
 
 
 def _shard_state(path: Path, layout: Layout) -> Mapping[Any, Any]:
-    """Returns the content of one file, mapped if the format allows it. The content decides the format, not the file's name."""
+    """Returns the content of one file, memory-mapped if possible. The format is detected from the content, not from the name."""
     try:
         with path.open("rb") as file:
             head = file.read(9)
@@ -144,26 +144,26 @@ def _shard_state(path: Path, layout: Layout) -> Mapping[Any, Any]:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}). Check its permissions.") from error
     if not head:
         raise CheckpointError(f"{path} is empty (0 bytes). {DOWNLOAD_AGAIN}")
-    if head[8:] == b"{":  # asked first: the length field of a safetensors file may begin like a zip or a pickle
+    if head[8:] == b"{":  # checked first, because the length field of a safetensors file may look like a zip or a pickle
         return _safetensors_state(path)
     if head.startswith((b"PK", b"\x80")):
         return _unwrapped(_torch_load(path, is_zip=head.startswith(b"PK")), path, layout)
     raise CheckpointError(
-        f"{path} is not a checkpoint: it starts like neither a torch file nor a safetensors file. "
-        "Pass a weights file; a small text file in its place is often a Git LFS pointer or an error page, so download it again."
+        f"{path} is not a checkpoint: it is neither a torch nor a safetensors file. "
+        "Pass a weights file. A small text file is often a Git LFS pointer or an error page; download it again."
     )
 
 
 def _safetensors_state(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping; the tensors are views of the map
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping; tensors are memory-mapped
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is a truncated or damaged safetensors file. {DOWNLOAD_AGAIN}") from error
 
 
 def _unwrapped(root: object, path: Path, layout: Layout) -> Mapping[Any, Any]:
-    for wrapper in (*layout.wrappers, ()):  # the empty path is the file itself
+    for wrapper in (*layout.wrappers, ()):  # the empty path is the top level
         member = root
         for key in wrapper:
             member = member.get(key) if isinstance(member, Mapping) else None
@@ -171,20 +171,20 @@ def _unwrapped(root: object, path: Path, layout: Layout) -> Mapping[Any, Any]:
             break
     if not isinstance(member, Mapping):
         place = ".".join(wrapper) or "the top level"
-        raise CheckpointError(f"{path} has a {type(member).__name__} at {place}; expected a dict of tensors. Re-save the state dict alone.")
+        raise CheckpointError(f"{path} must have a dict of tensors at {place}; got a {type(member).__name__}. Save only the state dict.")
     return member
 
 
 def _torch_load(path: Path, is_zip: bool) -> object:
-    can_map = is_zip and not path.name.endswith(".safetensors")  # torch takes paths so named for safetensors; older files cannot be mapped
+    can_map = is_zip and not path.name.endswith(".safetensors")  # torch treats such paths as safetensors; old files cannot be mapped
     try:
-        # Training programs keep their settings beside the weights; a Namespace only holds values and runs nothing.
+        # Training programs store their settings in a Namespace, which only holds values and executes nothing.
         with path.open("rb") as file, torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path if can_map else file, map_location="cpu", weights_only=True, mmap=can_map)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} contains objects besides tensors (or a damaged pickle). nextscale never unpickles code. "
-            "Open it where you trust it, re-save only the weights (a dict of tensors), and pass that file."
+            f"{path} must contain only tensors; it has other objects, or a damaged pickle. nextscale never unpickles code. "
+            "Open it in an environment you trust and save only the weights (a dict of tensors)."
         ) from error
-    except Exception as error:  # a damaged archive surfaces as almost any exception type
-        raise CheckpointError(f"{path} is truncated, damaged or not made by torch.save. {DOWNLOAD_AGAIN}") from error
+    except Exception as error:  # damaged archives raise almost any exception type
+        raise CheckpointError(f"{path} is truncated, damaged or not written by torch.save. {DOWNLOAD_AGAIN}") from error

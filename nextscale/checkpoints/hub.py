@@ -1,4 +1,4 @@
-"""Files from the Hugging Face hub: announced, checked, and kept in the hub's cache or in a folder. Start at `download`."""
+"""Files from the Hugging Face hub, verified and stored in the hub's cache or in a folder. Start at `download`."""
 
 import errno
 import fnmatch
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 COMMIT = re.compile("[0-9a-f]{40}")
 HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 RECORD = "downloads.json"
-WORK = ".nextscale"  # folder of unfinished files, below the place that they are fetched for
+WORK = ".nextscale"  # subfolder for unfinished files
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class RemoteFile:
     revision: str  # the commit
     path: str
     size: int
-    hash: str  # SHA-256 of a large file, git's SHA-1 of a small one
+    hash: str  # SHA-256 of a large file, git SHA-1 of a small one
 
     def matches(self, path: Path) -> bool:
-        """Returns True if a file has the announced size and content. Reads the whole file."""
+        """Returns True if a file has the announced size and content; reads the whole file."""
         if not os.path.isfile(path) or path.stat().st_size != self.size:
             return False
         digest = hashlib.sha256() if len(self.hash) == 64 else hashlib.sha1(b"blob %d\0" % self.size)
@@ -48,7 +48,7 @@ class RemoteFile:
 
 
 class HubCache:
-    """The cache that all programs of the hub share (HF_HOME, HF_HUB_CACHE): blobs by content, links by revision and name."""
+    """The hub's shared cache (HF_HOME, HF_HUB_CACHE): blobs by content, and links by revision and name."""
 
     def __init__(self) -> None:
         hub_package()
@@ -60,14 +60,14 @@ class HubCache:
         return self.root / f"models--{repository.replace('/', '--')}"
 
     def find(self, file: RemoteFile, name: str) -> Path | None:
-        """Returns the whole file if it is there."""
+        """Returns the path of a complete file, or None."""
         path, blob = self._places(file)
         if not path.is_file() and file.matches(blob):
             self._link(blob, path)
         return path if path.is_file() else None
 
     def keep(self, arrived: Path, file: RemoteFile, name: str) -> Path:
-        """Moves a checked file to its place. The library would name the blob after a header, which may be any path."""
+        """Moves a verified file into the cache. The hub's library would name the blob after an HTTP header, which is not trusted."""
         path, blob = self._places(file)
         blob.parent.mkdir(parents=True, exist_ok=True)
         os.replace(arrived, blob)
@@ -81,7 +81,7 @@ class HubCache:
 
     def _link(self, blob: Path, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # a link to a deleted blob
+        path.unlink(missing_ok=True)  # possibly a link to a deleted blob
         try:
             path.symlink_to(os.path.relpath(blob, path.parent))
         except OSError:  # the file system has no symbolic links
@@ -89,7 +89,7 @@ class HubCache:
 
 
 class Folder:
-    """A folder with the files under the names that `load` looks for, and a record of their origin."""
+    """A folder with the files under the names that `load` expects, and a record of their origin."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -112,7 +112,7 @@ class Folder:
         return path
 
     def has_changed(self, name: str) -> bool:
-        """Returns True if a recorded file no longer has the content that was fetched."""
+        """Returns True if a recorded file no longer has its downloaded content."""
         try:
             file = from_plain(RemoteFile, self._records()[name], name)
         except (KeyError, ValueError):
@@ -140,7 +140,7 @@ def hub_package() -> ModuleType:
 
 
 def cached_snapshot(repository: str) -> Path | None:
-    """Returns the folder of the newest fetched revision in the hub's cache, if there is one."""
+    """Returns the folder of the last downloaded revision in the hub's cache, or None."""
     try:
         folder = HubCache().folder(repository)
         revision = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
@@ -151,21 +151,21 @@ def cached_snapshot(repository: str) -> Path | None:
 
 
 def list_files(repository: str, patterns: Sequence[str] = ("*",)) -> list[RemoteFile]:
-    """Returns the files of a repository's newest revision that match any pattern, from the hub that HF_ENDPOINT names."""
+    """Returns the files of a repository's latest revision that match any pattern. HF_ENDPOINT sets the hub."""
     with explained(repository, repository):
         info = hub_package().HfApi().model_info(repository, files_metadata=True)
         if not isinstance(info.sha, str) or not COMMIT.fullmatch(info.sha):
-            raise DownloadError(f"the revision of {repository} must be a commit hash; got {info.sha!r:.80}. Check HF_ENDPOINT.")
+            raise DownloadError(f"revision of {repository} must be a commit hash; got {info.sha!r:.80}. Check HF_ENDPOINT.")
         files = [_remote_file(repository, info.sha, sibling) for sibling in info.siblings or ()]
         return [file for file in files if any(fnmatch.fnmatchcase(file.path, pattern) for pattern in patterns)]
 
 
 def _remote_file(repository: str, revision: str, sibling: Any) -> RemoteFile:
-    """Checks names, hashes and sizes: they become paths on this machine."""
+    """Returns a file after checking its name, hash and size, because they become local paths."""
     path, large = sibling.rfilename, sibling.lfs
     pure = PureWindowsPath(path)  # Windows rules also cover POSIX names
     if pure.anchor or ".." in pure.parts or not pure.parts or not path.isprintable():
-        raise DownloadError(f"{repository} lists a file {path!r}, which is outside its folder or not printable. Check HF_ENDPOINT.")
+        raise DownloadError(f"{repository} lists a file with an unsafe name: {path!r}. Check HF_ENDPOINT.")
     size, digest = (large.size, large.sha256) if large else (sibling.size, sibling.blob_id)
     if type(size) is not int or not 0 <= size < 2**63 or not isinstance(digest, str) or not HASH.fullmatch(digest):
         raise DownloadError(f"{repository} lists {path!r} without a size and a hash. Check HF_ENDPOINT.")
@@ -173,11 +173,11 @@ def _remote_file(repository: str, revision: str, sibling: Any) -> RemoteFile:
 
 
 def download(wanted: Mapping[RemoteFile, str], place: HubCache | Folder, extra_room: int = 0) -> list[Path]:
-    """Fetches the files that `place` does not have yet, small ones first. Returns the path of each.
+    """Downloads the files that `place` does not have yet, small ones first. Returns the path of each.
 
     Args:
-        wanted: files, and their names below the folder of all weights.
-        extra_room: bytes that must stay free afterwards.
+        wanted: files, and their names relative to the folder of all weights.
+        extra_room: bytes that must remain free afterwards.
     """
     found = {file: place.find(file, name) for file, name in wanted.items()}
     missing = sorted((file for file, path in found.items() if path is None), key=lambda file: file.size)
@@ -185,15 +185,15 @@ def download(wanted: Mapping[RemoteFile, str], place: HubCache | Folder, extra_r
         size = sum(file.size for file in missing)
         require_room(place.root, size + extra_room)
         named = listed([f"{file} ({size_text(file.size)})" for file in missing])
-        log.warning("fetching %s into %s: %s", size_text(size), place.root, named)
+        log.warning("downloading %s to %s: %s", size_text(size), place.root, named)
     return [path or _obtain(file, wanted[file], place) for file, path in sorted(found.items(), key=lambda item: item[0].size)]
 
 
 def snapshot(repository: str, patterns: Sequence[str]) -> Path:
-    """Returns the folder of a repository in the hub's cache with all files that match; fetches those that are missing."""
+    """Returns a repository's folder in the hub's cache after downloading all files that match and are missing."""
     files = list_files(repository, patterns)
     if not files:
-        raise DownloadError(f"{repository} has none of the files {', '.join(patterns)}. See https://huggingface.co/{repository}.")
+        raise DownloadError(f"{repository} has no files matching {', '.join(patterns)}. See https://huggingface.co/{repository}.")
     cache = HubCache()
     download({file: file.path for file in files}, cache)
     return cache.folder(repository) / "snapshots" / files[0].revision
@@ -208,19 +208,19 @@ def require_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise DownloadError(
-            f"the disk of {folder} must have {size_text(needed)} free; it has {size_text(free)}. "
-            "Free some space, or choose another disk: nextscale download -m MODEL --to FOLDER, or HF_HOME."
+            f"disk of {folder} must have {size_text(needed)} free; got {size_text(free)}. "
+            "Free some space, or choose another disk with nextscale download -m MODEL --to FOLDER, or HF_HOME."
         )
 
 
 def _obtain(file: RemoteFile, name: str, place: HubCache | Folder) -> Path:
-    """Fetches a file into a work folder, compares its content with the announced one, and moves it to its place."""
+    """Downloads a file into a work folder, verifies its content, and moves it to its place."""
     from filelock import FileLock
 
     work = place.folder(file.repository) / WORK
     with explained(str(file), file.repository):
         work.mkdir(parents=True, exist_ok=True)
-        with FileLock(work / "lock"):  # of two programs that want the same file one fetches it
+        with FileLock(work / "lock"):  # only one process downloads a file
             if (path := place.find(file, name)) is not None:
                 return path
             local = work / "files"
@@ -228,8 +228,8 @@ def _obtain(file: RemoteFile, name: str, place: HubCache | Folder) -> Path:
             if not file.matches(arrived):
                 arrived.unlink()
                 raise DownloadError(
-                    f"{file} must have the size and content that the hub announces; something else arrived. "
-                    "Fetch it again, and check proxies and mirrors (HF_ENDPOINT)."
+                    f"{file} must have the size and hash that the hub announced; the downloaded content differs. "
+                    "Download it again, and check proxies and mirrors (HF_ENDPOINT)."
                 )
             path = place.keep(arrived, file, name)
             shutil.rmtree(local, ignore_errors=True)
@@ -238,13 +238,13 @@ def _obtain(file: RemoteFile, name: str, place: HubCache | Folder) -> Path:
 
 @contextmanager
 def explained(what: str, repository: str) -> Iterator[None]:
-    """Turns errors of the hub's client into a DownloadError with a remedy."""
+    """Converts errors of the hub's client to DownloadError with a remedy."""
     try:
         yield
     except NextscaleError:
         raise
-    except Exception as error:  # the client passes on errors of whichever HTTP package it uses
-        raise DownloadError(f"{what} could not be fetched: {_meaning(error, f'https://huggingface.co/{repository}')}") from error
+    except Exception as error:  # the client also raises errors of its HTTP package
+        raise DownloadError(f"{what} could not be downloaded: {_meaning(error, f'https://huggingface.co/{repository}')}") from error
 
 
 def _meaning(error: BaseException, page: str) -> str:
@@ -253,13 +253,13 @@ def _meaning(error: BaseException, page: str) -> str:
     causes = [error, *filter(None, (error.__cause__, error.__context__))]
     status = next((code for cause in causes if (code := getattr(getattr(cause, "response", None), "status_code", None))), None)
     if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE forbids it. Unset it, or put the files in place by hand."
+        return "HF_HUB_OFFLINE is set. Unset it, or place the files manually."
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return "the disk is full. Free some space and try again."
     if status in (401, 403):
-        return f"HTTP {status}. Accept the terms at {page} if there are any, and set HF_TOKEN to a token that may read it."
+        return f"HTTP {status}. Accept the terms at {page} if there are any, and set HF_TOKEN to a token with read access."
     if status == 404:
-        return f"HTTP 404. See what is published at {page}, fetch it by hand and pass its path."
+        return f"HTTP 404. See the published files at {page}, download them manually and pass their path."
     if status is not None:
         return f"HTTP {status}. Try again later."
     text = " ".join("".join(letter if letter.isprintable() else " " for letter in str(error)).split())

@@ -1,4 +1,4 @@
-"""Names and shapes of our modules' parameters in published files, and the comparison of a file with a module."""
+"""Names and shapes of parameters in published files, and comparison of a file with a module."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -15,30 +15,30 @@ Template = str | Callable[[re.Match[str]], str]
 
 @dataclass(frozen=True)
 class Rule:
-    """Published names of every parameter of ours whose whole name matches `pattern`."""
+    """Published names of our parameters whose whole name matches `pattern`."""
 
     pattern: str
     names: tuple[Template, ...]  # `re.Match.expand` templates or functions of the match; several: equal parts along dim 0, in order
-    shape: Callable[[Shape], Shape] | None = None  # shape of one part of ours -> published shape: same elements, same order
+    shape: Callable[[Shape], Shape] | None = None  # converts the shape of one part to the published shape, with the same elements
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and shapes of one module's parameters in published files. Patterns match whole names, except in `aliases`."""
+    """Names and shapes of a module's parameters in published files. Patterns match whole names, except in `aliases`."""
 
-    rules: tuple[Rule, ...] = ()  # the first that matches our parameter name wins; none: the published name equals ours
-    prefix: str = ""  # before every published name of ours
-    wrappers: tuple[tuple[str, ...], ...] = ()  # key paths of the state dict in a torch file, tried in order; none there: a flat file
-    ignored: tuple[str, ...] = ()  # published keys with statistics or recomputable tables: may be absent, may have any shape
-    zero_if_absent: tuple[str, ...] = ()  # published keys that are constant zeros: absent means zeros, present means used
-    aliases: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) for `re.sub` on incoming keys, before anything else
-    cut_rows: tuple[str, ...] = ()  # published keys that may have more rows than ours: the surplus is dropped
-    preferred_file: str | None = None  # the file to read where a folder holds several whole checkpoints, e.g. averaged weights
+    rules: tuple[Rule, ...] = ()  # the first match wins; without a match, the published name equals ours
+    prefix: str = ""  # of every published name
+    wrappers: tuple[tuple[str, ...], ...] = ()  # key paths of the state dict in a torch file, tried in order before the top level
+    ignored: tuple[str, ...] = ()  # published keys of statistics or recomputable tables, which are optional and may have any shape
+    zero_if_absent: tuple[str, ...] = ()  # published keys that default to zeros if they are missing
+    aliases: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) for `re.sub` on stored keys, applied first
+    cut_rows: tuple[str, ...] = ()  # published keys that may have extra rows, which are dropped
+    preferred_file: str | None = None  # file to read if a folder has several checkpoints, for example averaged weights
 
 
 @dataclass(frozen=True)
 class PublishedTensor:
-    """The place of one published tensor: these rows of this parameter of ours. `shape` is the published shape."""
+    """Destination of one published tensor: rows of one of our parameters. `shape` is the published shape."""
 
     parameter: str
     rows: slice
@@ -47,7 +47,7 @@ class PublishedTensor:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """The differences between a checkpoint and a module; false if there are none. `misshaped`: key to (shape found, shape expected)."""
+    """Differences between a checkpoint and a module; false if there are none. `misshaped`: key to (shape found, shape expected)."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -57,24 +57,24 @@ class Mismatch:
         return bool(self.missing or self.unexpected or self.misshaped)
 
     def lines(self) -> list[str]:
-        """Returns one line of text for each kind of problem."""
+        """Returns one line of text per kind of problem."""
         shapes = [f"{key} (file {list(found)}, expected {list(expected)})" for key, (found, expected) in self.misshaped.items()]
         kinds = {"missing": self.missing, "unexpected": self.unexpected, "mis-shaped": shapes}
         return [f"{kind} ({len(names)}): {listed(names)}" for kind, names in kinds.items() if names]
 
 
 def published_tensors(module: nn.Module, layout: Layout) -> dict[str, PublishedTensor]:
-    """Returns the place of every published tensor of `module` (which may be on the meta device) by its key."""
+    """Returns the published tensors of `module`, which may be on the meta device, by key."""
     return published_places({name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}, layout)
 
 
 def published_places(shapes: Mapping[str, Shape], layout: Layout) -> dict[str, PublishedTensor]:
-    """Returns the place of every published tensor by its key, from the names and shapes of our parameters."""
+    """Returns the published tensors by key, from the names and shapes of our parameters."""
     found: dict[str, PublishedTensor] = {}
     for parameter, shape in shapes.items():
         for key, place in _published(parameter, shape, layout):
             if key in found:
-                raise ValueError(f"The layout names both {found[key].parameter} and {parameter} {key!r}; published keys must be unique.")
+                raise ValueError(f"published keys must be unique; got {key!r} for both {found[key].parameter} and {parameter}.")
             found[key] = place
     return found
 
@@ -87,18 +87,18 @@ def _published(parameter: str, shape: Shape, layout: Layout) -> Iterator[tuple[s
             break
     rows, *rest = shape or (1,)
     if rows % len(names) or (not shape and len(names) > 1):
-        raise ValueError(f"The layout cuts {parameter} {list(shape)} into {len(names)} parts; its rows must be a multiple of that.")
+        raise ValueError(f"rows of {parameter} must be a multiple of {len(names)}, its number of published parts; got {list(shape)}.")
     part_rows = rows // len(names)
     part_shape = (part_rows, *rest) if shape else ()
     own_shape = published_shape(part_shape) if published_shape else part_shape
     if prod(own_shape) != prod(part_shape):
-        raise ValueError(f"The layout reshapes {parameter} {list(part_shape)} to {list(own_shape)}; both must have as many elements.")
+        raise ValueError(f"published shape of {parameter} must have the elements of {list(part_shape)}; got {list(own_shape)}.")
     for part, name in enumerate(names):
         yield layout.prefix + name, PublishedTensor(parameter, slice(part * part_rows, (part + 1) * part_rows), own_shape)
 
 
 def check(wanted: Mapping[str, PublishedTensor], shapes: Mapping[str, Shape], layout: Layout) -> Mismatch:
-    """Compares the tensors of a module with the shapes in a file."""
+    """Compares the published tensors of a module with the shapes in a file."""
 
     def is_misshaped(key: str, found: Shape, expected: Shape) -> bool:
         if found and expected and matches_any(key, layout.cut_rows):

@@ -1,4 +1,4 @@
-"""Weights between published checkpoints and our modules: read, converted and written, whole or not at all. Start at `load_weights`."""
+"""Loading, conversion and writing of weights. Start at `load_weights`."""
 
 import os
 import stat
@@ -22,7 +22,7 @@ CASTABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class NoInitialValues(TorchFunctionMode):
-    """Skips torch's initialization of parameters on the meta device, for which torch would import its compiler."""
+    """Skips the initialization of parameters on the meta device, for which torch would import its compiler."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -39,10 +39,10 @@ def load_weights(
     module: nn.Module, source: str | Path, layout: Layout, *,
     device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, float32: tuple[str, ...] = (),
 ) -> None:  # fmt: skip
-    """Fills `module` (best built on the meta device) from `source`; a failure leaves the module as it was.
+    """Loads `source` into `module`, which is best built on the meta device. If it fails, the module is unchanged.
 
-    The file is mapped, so memory grows by the finished parameters and one tensor. Parameters whose name starts with one of the
-    prefixes in `float32` stay float32, the others become `dtype`.
+    The file is memory-mapped, so memory grows by the loaded parameters and one tensor. Parameters whose names start with a prefix in
+    `float32` are loaded as float32, all others as `dtype`.
     """
     _require_castable(dtype)
     checkpoint = open_checkpoint(source, layout)
@@ -51,7 +51,7 @@ def load_weights(
         name: torch.empty(tensor.shape, device=device, dtype=torch.float32 if name.startswith(float32) else dtype)
         for name, tensor in module.state_dict().items()
     }
-    in_rows = {name: tensor.view(tensor.shape or (1,)) for name, tensor in parameters.items()}  # a scalar counts as one row
+    in_rows = {name: tensor.view(tensor.shape or (1,)) for name, tensor in parameters.items()}  # scalars are treated as one row
     rows = {key: in_rows[place.parameter][place.rows] for key, place in wanted.items()}
     for key in wanted.keys() - checkpoint.entries.keys():
         rows[key].zero_()
@@ -68,21 +68,21 @@ def _fitting(module: nn.Module, checkpoint: Checkpoint) -> dict[str, PublishedTe
     problems = check(wanted, checkpoint.shapes, checkpoint.layout).lines()
     dtypes = {key: entry.dtype for key, entry in checkpoint.entries.items() if key in wanted}
     if uncastable := [f"{key} ({dtype})" for key, dtype in dtypes.items() if dtype not in CASTABLE_DTYPES]:
-        problems.append(f"not {listed(CASTABLE_DTYPES)} ({len(uncastable)}): {listed(uncastable)}")
+        problems.append(f"unsupported dtypes, expected {listed(CASTABLE_DTYPES)} ({len(uncastable)}): {listed(uncastable)}")
     if problems:
         raise WeightsMismatch(
-            "\n  ".join([f"{checkpoint.path} does not fit {type(module).__name__}:", *problems])
-            + "\nPass the weights published for this model, or choose the model that this file belongs to."
+            "\n  ".join([f"{checkpoint.path} does not match {type(module).__name__}:", *problems])
+            + "\nPass the weights published for this model, or choose the model of this file."
         )
     return wanted
 
 
 def convert(source: str | Path, target: str | Path, module: nn.Module, layout: Layout, dtype: torch.dtype | None = None) -> int:
-    """Writes the checkpoint `source` of `module` as one flat safetensors file with the published names. Returns the number of tensors.
+    """Writes the checkpoint `source` of `module` as one safetensors file with the published names. Returns the number of tensors.
 
-    Ignored keys are left out; surplus rows (`Layout.cut_rows`) stay. Without `dtype` the mapped tensors go straight to the file, except
-    that those which share storage or are not contiguous are copied; with `dtype` all cast copies are in memory at once, because the
-    safetensors writer takes them together.
+    Ignored keys are dropped; extra rows (`Layout.cut_rows`) are kept. Without `dtype`, memory-mapped tensors are written directly, except
+    those that share storage or are not contiguous. With `dtype`, all converted copies are in memory at once, because the safetensors writer
+    needs them together.
     """
     _require_castable(dtype)
     target = Path(target)
@@ -101,14 +101,14 @@ def convert(source: str | Path, target: str | Path, module: nn.Module, layout: L
 
 
 def write_weights(module: nn.Module, target: str | Path, layout: Layout, dtype: torch.dtype | None = torch.float16) -> int:
-    """Writes a module as one flat safetensors file with the published names, which `load_weights` reads. Returns the size in bytes.
+    """Writes a module as one safetensors file with the published names, for `load_weights`. Returns the size in bytes.
 
-    dtype: of all tensors; None leaves each as it is.
+    dtype: of all tensors; None keeps their dtypes.
     """
     _require_castable(dtype)
     target = Path(target)
     ours = {name: tensor.detach().to("cpu", dtype or tensor.dtype) for name, tensor in module.state_dict().items()}
-    in_rows = {name: tensor.contiguous().view(tensor.shape or (1,)) for name, tensor in ours.items()}  # a GPU keeps channels last
+    in_rows = {name: tensor.contiguous().view(tensor.shape or (1,)) for name, tensor in ours.items()}  # may be channels-last on a GPU
     places = published_tensors(module, layout).items()
     parts = {key: in_rows[place.parameter][place.rows].reshape(place.shape) for key, place in places}
     write_whole({key: part.clone(memory_format=torch.contiguous_format) for key, part in parts.items()}, target)
@@ -117,23 +117,23 @@ def write_weights(module: nn.Module, target: str | Path, layout: Layout, dtype: 
 
 def _require_target(target: Path, checkpoint: Checkpoint) -> None:
     if target.is_dir() or not target.parent.is_dir():
-        raise CheckpointError(f"The target must be a file in an existing folder; got {target}. Pass the path of the file to write.")
+        raise CheckpointError(f"target must be a file in an existing folder; got {target}.")
     if target.exists() and any(target.samefile(file) for file in {checkpoint.path, *(e.shard for e in checkpoint.entries.values())}):
-        raise CheckpointError(f"The target must not be the source; got {target}. Pass another file name.")
+        raise CheckpointError(f"target must not be the source; got {target}. Pass another file name.")
 
 
 def write_whole(tensors: dict[str, Tensor], target: Path) -> None:
-    """Writes one safetensors file, whole or not at all."""
+    """Writes one safetensors file atomically."""
     try:
         with replacing(target) as temporary:
             temporary.touch(exist_ok=False)
             usual_mode = stat.S_IMODE(temporary.stat().st_mode)
             save_file(tensors, temporary, metadata={"format": "pt"})
-            temporary.chmod(usual_mode)  # safetensors leaves its files readable by the owner only
+            temporary.chmod(usual_mode)  # safetensors makes its files readable only by the owner
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
     except (NextscaleError, SafetensorError) as error:
-        raise CheckpointError(f"{target} could not be written ({error}). Check the free space and the permissions there.") from error
+        raise CheckpointError(f"{target} could not be written ({error}). Check the free space and the permissions.") from error
 
 
 def _require_castable(dtype: torch.dtype | None) -> None:

@@ -1,4 +1,4 @@
-"""Distances of images."""
+"""Image distances: LPIPS, PSNR and SSIM."""
 
 from .lpips import Lpips
 

@@ -1,4 +1,4 @@
-"""Confidence intervals of means over images, from resampled images."""
+"""Bootstrap confidence intervals of means over images."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,21 +26,21 @@ class Interval:
 
 
 def resampled(images: int, resamples: int, seed: int = 0) -> Tensor:
-    """Returns indices of images, sampled with replacement, [resamples, images]; the same for every measurement of the same images."""
+    """Returns indices of images sampled with replacement, [resamples, images]; deterministic for a number of images and a seed."""
     if images < 1:
-        raise SettingError("an interval needs one or more images; got none.")
+        raise SettingError(f"images must be at least 1 for an interval; got {images}.")
     return torch.randint(images, (resamples, images), generator=torch.Generator().manual_seed(seed))
 
 
 def mean_interval(values: Tensor | Sequence[float], resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-    """Returns the interval of the mean of one number per image. For a paired difference, pass differences to the dense images."""
+    """Returns the confidence interval of the mean of one number per image. For paired comparisons, pass differences."""
     numbers = torch.as_tensor(values, dtype=torch.float64).cpu()
     means = numbers[resampled(len(numbers), resamples, seed)].mean(dim=1)
     return Interval(float(numbers.mean()), *bounds(means))
 
 
 def bounds(values: Tensor) -> tuple[float, float]:
-    """Returns the percentiles of resampled values between which 95 % of them are."""
+    """Returns the percentiles that enclose 95 % of resampled values."""
     tail = (1 - LEVEL) / 2
     low, high = values.quantile(torch.tensor([tail, 1 - tail], dtype=values.dtype)).tolist()
     return low, high

@@ -1,4 +1,4 @@
-"""LPIPS (Zhang et al., 2018): how different two images look to AlexNet."""
+"""LPIPS (Zhang et al., 2018): perceptual distance of images from AlexNet's features."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ WEIGHTS = EMBEDDED / "lpips_alex_fp16.safetensors"
 CHANNELS = (64, 192, 384, 256, 256)
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)  # per channel
 POOLED_AFTER = 2  # the first two convolutions
-SMALLEST_SIDE = 31  # of an image from which every pooling leaves something
+SMALLEST_SIDE = 31  # pixels; for smaller images a pooling layer has no output
 
 
 class Lpips(nn.Module):
-    """Distances of pairs of images, version 0.1 with AlexNet's features; differentiable in both, frozen itself."""
+    """LPIPS 0.1 with AlexNet; differentiable in both images, with frozen weights."""
 
     shift: Tensor
     scale: Tensor
@@ -49,33 +49,33 @@ class Lpips(nn.Module):
 
     @classmethod
     def load_for(cls, size: Sequence[int], device: torch.device | str) -> Lpips | None:
-        """Loads it for images of this height and width; None where they are too small for it."""
+        """Loads the network for images of this height and width; None if they are too small for it."""
         return cls.load(device) if min(size) >= SMALLEST_SIDE else None
 
     def forward(self, a: Tensor, b: Tensor, features_dtype: torch.dtype = torch.float32) -> Tensor:
-        """Distances [B] of images [B, 3, H, W] in [-1, 1].
+        """Returns distances [B] of images [B, 3, H, W] in [-1, 1].
 
-        features_dtype: training may run the convolutions in bfloat16; the distance of what they find is always float32.
+        features_dtype: dtype of the convolutions; training may use bfloat16. Distances are computed in float32.
         """
         if a.shape != b.shape or a.ndim != 4 or a.shape[1] != 3 or min(a.shape[2:]) < SMALLEST_SIDE:
             raise SizeError(
-                f"LPIPS compares images [B, 3, H, W] of equal shape and at least {SMALLEST_SIDE} pixels a side; "
-                f"got {list(a.shape)} and {list(b.shape)}"
+                f"LPIPS images must be [B, 3, H, W] of equal shape with sides of at least {SMALLEST_SIDE} pixels; "
+                f"got {list(a.shape)} and {list(b.shape)}."
             )
         with torch.autocast(a.device.type, enabled=False):
             pairs = zip(self.directions(a, features_dtype), self.directions(b, features_dtype), self.lin, strict=True)
-            # vector by vector [B, C, h, w] over the channels, then the mean over the map
+            # [B, C, h, w]: weighted over the channels, then averaged over the map
             return torch.stack([head((ours - theirs).square()).mean((1, 2, 3)) for ours, theirs, head in pairs]).sum(0)
 
     def directions(self, images: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """The features of each layer, float32, every pixel's vector scaled to unit length; `dtype` is that of the convolutions."""
+        """Returns the features of each layer, float32, normalized over the channels; `dtype` is that of the convolutions."""
         x = ((images.float() - self.shift) / self.scale).to(dtype)
         found = []
         for layer, conv in enumerate(self.features):
             assert isinstance(conv, nn.Conv2d) and conv.bias is not None
             x = F.relu(F.conv2d(x, conv.weight.to(dtype), conv.bias.to(dtype), conv.stride, conv.padding))
             features = x.float()
-            # vector_norm, whose derivative at a vector of zeros is zero; that of the root of a sum of squares is not a number
+            # vector_norm has a zero gradient at zero; the square root of a sum of squares would have NaN
             found.append(features / (torch.linalg.vector_norm(features, dim=1, keepdim=True) + 1e-10))
             if layer < POOLED_AFTER:
                 x = F.max_pool2d(x, 3, 2)

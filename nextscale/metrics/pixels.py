@@ -1,7 +1,7 @@
-"""How far two images are apart, pixel by pixel (PSNR) and window by window (SSIM).
+"""PSNR and SSIM of image pairs.
 
-torchmetrics gives the same numbers, as a test shows, but for the windows of SSIM that reach over the margin, which it reflects and counts
-and the paper does not. These run with torch alone, on machines where nothing can be installed.
+A test compares them with torchmetrics. SSIM differs from it at the margin: torchmetrics reflects the image and counts windows beyond its
+edge, the paper does not. These versions need torch only.
 """
 
 import torch
@@ -13,23 +13,23 @@ from ..errors import SettingError
 WINDOW, SIGMA = 11, 1.5
 K1, K2 = 0.01, 0.03
 LUMA = (0.299, 0.587, 0.114)  # of red, green and blue (BT.601)
-STRIP = 2**18  # pixels whose windows are compared at once: 2600 x 4000 pixels take 0.05 GB more memory, all at once 1.9 GB
+STRIP = 2**18  # pixels compared at once: 2600 x 4000 pixels take 0.05 GB of extra memory in strips and 1.9 GB at once
 
 
 def psnr(a: Tensor, b: Tensor) -> Tensor:
-    """Decibels per image [B], over all channels; infinite where the images are equal. a, b [B, 3, H, W] in [-1, 1], clamped."""
+    """Returns the PSNR in dB of each image pair, [B]; infinite for equal images. a, b [B, 3, H, W] in [-1, 1] are clamped."""
     _require_pairs(a, b)
     a, b = _unit(a, b)
     return -10 * (a - b).square().mean(dim=(1, 2, 3)).log10()
 
 
 def ssim(a: Tensor, b: Tensor) -> Tensor:
-    """Structural similarity per image [B] of the luma, in windows that lie inside the image: an 11 x 11 Gaussian with sigma 1.5, K1 0.01,
-    K2 0.03, as Wang et al. (2004) publish it. a, b [B, 3, H, W] in [-1, 1], clamped."""
+    """Returns the SSIM of the luma of each image pair, [B], as published by Wang et al. (2004): 11 x 11 Gaussian windows inside the image,
+    sigma 1.5, K1 0.01, K2 0.03. a, b [B, 3, H, W] in [-1, 1] are clamped."""
     _require_pairs(a, b)
     height, width = a.shape[2:]
     if min(height, width) < WINDOW:
-        raise SettingError(f"SSIM looks at windows of {WINDOW} x {WINDOW} pixels; the images have {height} x {width}")
+        raise SettingError(f"SSIM images must be at least {WINDOW} x {WINDOW} pixels; got {height} x {width}.")
     rows = max(STRIP // (len(a) * width), 1)
     strips = (slice(row, row + rows + WINDOW - 1) for row in range(0, height - WINDOW + 1, rows))
     return torch.cat([_similarity(*_unit(a[:, :, strip], b[:, :, strip])) for strip in strips], dim=1).mean(dim=(1, 2))
@@ -47,9 +47,9 @@ def _similarity(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _require_pairs(a: Tensor, b: Tensor) -> None:
-    """Raises SettingError unless both are batches of images of one size."""
+    """Raises SettingError unless both are batches of images of equal size."""
     if a.shape != b.shape or a.ndim != 4 or a.shape[1] != 3:
-        raise SettingError(f"two batches of images [B, 3, H, W] of the same size are compared; got {tuple(a.shape)} and {tuple(b.shape)}")
+        raise SettingError(f"images must be two batches [B, 3, H, W] of equal shape; got {tuple(a.shape)} and {tuple(b.shape)}.")
 
 
 def _unit(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def _unit(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _blurred(maps: Tensor) -> Tensor:
-    """Gaussian means of every map [B, C, H, W] at the windows inside it."""
+    """Returns Gaussian means of every map [B, C, H, W] for the windows inside it."""
     offsets = torch.arange(WINDOW, device=maps.device, dtype=maps.dtype) - WINDOW // 2
     kernel = torch.exp(-(offsets**2) / (2 * SIGMA**2))
     kernel = (kernel / kernel.sum()).expand(maps.shape[1], 1, 1, WINDOW)

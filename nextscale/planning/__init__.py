@@ -1,4 +1,4 @@
-"""What a plan costs: MACs and memory, counted before anything runs and remembered, since requests of one kind come again."""
+"""Cost of a plan: MACs and memory, computed before anything runs and cached for later requests."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from ..validation import is_hashable
 from .cost import RequestCost, Workload, request_cost
 from .memory import reserved_bytes
 
-MAX_REMEMBERED = 256  # of each kind
+MAX_CACHED = 256  # results per function
 
 Result = TypeVar("Result")
 
 
 class Planner:
-    """Forecasts, costs and bytes of requests of one model. Methods and plans that have no hash are planned anew each time."""
+    """Cached forecasts, costs and memory sizes of one model. Methods and plans that are not hashable are recomputed each time."""
 
     def __init__(self, model: NextScaleModel) -> None:
         self._model = model
-        # Not of bound methods: a cycle would keep the weights on the device until the garbage collector comes.
-        self._forecast = remember(lambda table, method, *request: method.forecast(model, *request))
-        self._cost = remember(lambda workload, plans, counts: request_cost(model, workload, plans, dict(counts)))
-        self._bytes = remember(lambda dtype, kv_dtype, *request: reserved_bytes(model, *request))
+        # Lambdas instead of bound methods: a reference cycle would keep the weights in GPU memory until garbage collection.
+        self._forecast = cached(lambda table, method, *request: method.forecast(model, *request))
+        self._cost = cached(lambda workload, plans, counts: request_cost(model, workload, plans, dict(counts)))
+        self._bytes = cached(lambda dtype, kv_dtype, *request: reserved_bytes(model, *request))
 
     def forecast(self, method: Method, schedule: Schedule, guided: bool) -> Plans:
-        """What `Method.forecast` says."""
+        """Returns `Method.forecast`."""
         return self._forecast(self._model.rank_table, method, schedule, guided)
 
     def cost(
         self, workload: Workload, plans: Sequence[StagePlan] | None = None, counts: Mapping[int, Sequence[int]] = MappingProxyType({})
     ) -> RequestCost:
-        """What `request_cost` says."""
+        """Returns `request_cost`."""
         return self._cost(workload, plans and tuple(plans), tuple((stage, tuple(own)) for stage, own in counts.items()))
 
     def reserved_bytes(self, schedule: Schedule, plans: Plans, images: int, rows: int, text_tokens: int) -> int:
-        """What `reserved_bytes` says of the model as it is now."""
+        """Returns `reserved_bytes` for the model's current dtypes."""
         return self._bytes(self._model.dtype, self._model.kv_dtype, schedule, plans, images, rows, text_tokens)
 
 
-def remember(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Returns the function with a cache, which arguments without a hash pass by."""
-    known = lru_cache(MAX_REMEMBERED)(function)
+def cached(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Returns the function with an LRU cache; calls with unhashable arguments bypass it."""
+    known = lru_cache(MAX_CACHED)(function)
     return lambda *given: known(*given) if is_hashable(given) else function(*given)

@@ -1,12 +1,10 @@
-"""What a request costs in MACs, counted from its plans: nothing is run, and the model may be on the meta device.
+"""MACs of a request, computed from its plans. Nothing runs, and the model may be on the meta device.
 
-Counted is every matrix product between a stage's input and its codes: embedding, blocks, logits, HART's diffusion, STAR's refiner.
-Not counted are the text encoder, what is made of the prompt once per request, the canvas, decoding, and everything that is no matrix
-product. What a method itself computes counts only where its spans report it (`Span.own_macs`), as those of StageVAR and ToMe do. SparseVAR
-has no spans: its comparison of cells with anchors, cells x anchors x logits MACs per image in a reduced stage, is not counted, nor
-are decompositions (StageVAR's study variants) or images decoded on the way. Keys are those of the dense cache without what plans drop.
-Where rows are padded, padding counts; where they are packed, every image counts with its own tokens. Texts are as long as the longest,
-whatever attention reads.
+Counted are all matrix multiplications between a stage's input and its codes: embedding, blocks, logits, HART's diffusion, STAR's refiner.
+Not counted are the text encoder, the condition, the canvas and decoding. Work of a method itself is counted if its spans report it
+(`Span.own_macs`), as StageVAR's and ToMe's do; SparseVAR's comparison of cells with anchors (cells x anchors x logits MACs per image and
+reduced stage) is not. Padding of padded rows is counted; packed images count with their own tokens. All texts count with the length of the
+longest.
 """
 
 from __future__ import annotations
@@ -24,30 +22,30 @@ from ..stage import Schedule, Stage
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What of a request its cost depends on, whatever the method."""
+    """Properties of a request that determine its cost, apart from the method."""
 
     schedule: Schedule
     images: int = 1
-    guided: bool = True  # two rows per image
-    text_tokens: int = 0  # that cross-attention reads, padding included; 0 where there is none
-    refine: Refinement | None = None  # STAR: how late stages are sampled in rounds
-    given: int = 0  # first stages whose codes are given: they have no head
-    residual_guided: bool = True  # False: HART's diffusion runs one cfg branch, as it does at a guidance scale of exactly 2
+    guided: bool = True  # two rows per image (CFG)
+    text_tokens: int = 0  # read by cross-attention, including padding
+    refine: Refinement | None = None  # STAR's refiner
+    given: int = 0  # number of first stages whose codes are given, so that their head does not run
+    residual_guided: bool = True  # False: HART's diffusion runs one CFG branch, as at a guidance scale of exactly 2
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """MACs of one stage over all rows, and what it leaves in the cache. A skipped stage has no rows and no tokens."""
+    """MACs of one stage over all rows, and the keys that it adds. A skipped stage has no rows and no tokens."""
 
     stage: Stage
     rows: int = 0
-    tokens: float = 0  # of a row, text not included, that enter the first block; the mean where rows are packed
-    computed: float = 0.0  # of a row, text not included: what a sublayer computes, mean over all sublayers of all blocks
+    tokens: float = 0  # per row, without text, at the first block; the mean of all images if rows are packed
+    computed: float = 0.0  # per row, without text: mean over all sublayers of all blocks
     linear: int = 0  # embedding and blocks
-    attention: int = 0  # queries with keys, and weights with values: of earlier stages, this one, and the text
+    attention: int = 0  # queries times keys and weights times values, including text
     head: int = 0  # from the last hidden states to codes
-    keys: float = 0  # of a row, over all layers, that the stage adds; the last stage's are not kept
-    held: float = 0  # of a row, over all layers, that are kept for later stages when the stage has run
+    keys: float = 0  # per row, over all layers, added by the stage; the last stage's are not kept
+    held: float = 0  # per row, over all layers, kept for later stages
 
     @property
     def skipped(self) -> bool:
@@ -85,7 +83,7 @@ class RequestCost:
 
     @property
     def held(self) -> int:
-        """Most keys, over all rows and layers, that are kept for later stages at a time. There are as many values."""
+        """Peak number of keys kept for later stages, over all rows and layers. The number of values is the same."""
         return round(max((stage.rows * stage.held for stage in self.stages), default=0))
 
     def share(self, dense: RequestCost) -> float:
@@ -98,13 +96,15 @@ def request_cost(
     plans: Sequence[StagePlan] | None = None,
     counts: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> RequestCost:
-    """MACs of a request whose stages follow `plans`: a method's forecast, or what was run (`as_run`). None is dense generation.
+    """Returns the MACs of a request.
 
-    counts: by stage index, the tokens of every image where rows are packed; they are equal where nothing is known.
+    Args:
+        plans: a method's forecast, or the plans that ran (`as_run`). None: dense generation.
+        counts: tokens of every image, by stage index, for stages with packed rows; by default equal.
     """
     schedule, images = workload.schedule, workload.images
     if plans is not None and len(plans) != len(schedule):
-        raise ValueError(f"{len(plans)} plans for the {len(schedule)} stages of {schedule}")
+        raise ValueError(f"plans must have one entry for each of the {len(schedule)} stages of {schedule}; got {len(plans)}.")
     block = BlockMacs.of(model, workload)
     cached = CachedKeys([0] * len(model.blocks), images)
     branches = 2 if workload.guided else 1
@@ -115,7 +115,7 @@ def request_cost(
             continue
         if plan.cfg_branches != "both":
             branches = 1
-        entered = Entered.of(stage, plan, images, branches, counts.get(stage.index))
+        entered = StageInput.of(stage, plan, images, branches, counts.get(stage.index))
         prefix = model.text_prefix if stage.index == 0 else 0
         own = sum(span.own_macs(entered.tokens, model.block_config.dim) for span in plan.spans)
         layers = tokens_per_layer(plan.spans, entered.tokens, prefix, len(model.blocks))
@@ -134,19 +134,19 @@ def request_cost(
 
 
 @dataclass(frozen=True, slots=True)
-class Entered:
-    """What enters the blocks of a stage: rows of tokens, one per image and cfg branch, or per cfg branch where rows are packed."""
+class StageInput:
+    """Input of the blocks of a stage: one row per image and CFG branch, or one row per CFG branch if rows are packed."""
 
     images: int
     branches: int
-    tokens: int  # of what counts as a row
-    counts: Sequence[int] | None  # of every image, where rows are packed
+    tokens: int  # per row
+    counts: Sequence[int] | None  # per image, if rows are packed
 
     @classmethod
-    def of(cls, stage: Stage, plan: StagePlan, images: int, branches: int, counts: Sequence[int] | None) -> Entered:
+    def of(cls, stage: Stage, plan: StagePlan, images: int, branches: int, counts: Sequence[int] | None) -> StageInput:
         if plan.packed is None:
             return cls(images, branches, stage.cells if plan.num_tokens is None else plan.num_tokens, None)
-        return cls(images, branches, plan.packed, counts or evenly(plan.packed, images))
+        return cls(images, branches, plan.packed, counts or split_evenly(plan.packed, images))
 
     @property
     def rows_of_branch(self) -> int:
@@ -157,41 +157,41 @@ class Entered:
         return self.branches * self.rows_of_branch
 
     def per_row(self, tokens: float) -> float:
-        """Of what counts as a row to the mean of an image's."""
+        """Converts tokens per row to the mean tokens per image."""
         return tokens if self.counts is None else tokens / self.images
 
 
-def evenly(total: int, images: int) -> list[int]:
+def split_evenly(total: int, images: int) -> list[int]:
     return [total // images + (image < total % images) for image in range(images)]
 
 
 @dataclass(frozen=True, slots=True)
 class CachedKeys:
-    """Keys of the rows of a cfg branch: those that all images have, and those of stages whose rows were packed."""
+    """Number of cached keys per image of a CFG branch: common to all images, plus those of stages with packed rows."""
 
-    common: Sequence[int]  # of a row, per layer
+    common: Sequence[int]  # per row, for each layer
     images: int
     own: Sequence[int] = ()  # per image, in every layer; empty until a stage packs its rows
 
     @property
     def of_row(self) -> float:
-        """Of a row over all layers, the mean of all images."""
+        """Keys per row over all layers, averaged over the images."""
         more = len(self.common) * sum(self.own)
         return sum(self.common) + (more / self.images if more else 0)
 
     def with_stage(self, layers: Sequence[SublayerTokens], counts: Sequence[int] | None) -> CachedKeys:
-        """These and those of a stage."""
+        """Adds the keys of a stage."""
         if counts is None:
             return replace(self, common=[before + layer.attention for before, layer in zip(self.common, layers, strict=True)])
         own = self.own or (0,) * self.images
         return replace(self, own=[before + count for before, count in zip(own, counts, strict=True)])
 
     def limited(self, most: Sequence[int] | None) -> CachedKeys:
-        """These, of which every layer keeps so many of a row; None: all."""
+        """Limits the keys per row of each layer; None: no limit."""
         return self if most is None else replace(self, common=list(map(min, self.common, most)))
 
     def pairs(self, layers: Sequence[SublayerTokens], counts: Sequence[int] | None, attended: Sequence[float] | None) -> int:
-        """Pairs of a query of a stage with a key, its own included, over all images and layers; `attended`: the share that is computed."""
+        """Returns the number of query-key pairs of a stage over all images and layers; `attended`: computed share of each layer."""
         read, shares = self.with_stage(layers, counts), attended or (1,) * len(layers)
         if counts is None:
             queries = [share * layer.attention for share, layer in zip(shares, layers, strict=True)]
@@ -202,7 +202,7 @@ class CachedKeys:
 
 
 def as_run(model: NextScaleModel, stage: Stage, plan: StagePlan, num_tokens: float) -> StagePlan:
-    """The plan with the number of tokens that really ran: `num_tokens` of a row went through the blocks, text included."""
+    """Returns the plan with the number of tokens that ran: `num_tokens` per row, including text."""
     if plan.packed is not None:
         return plan
     cells = int(num_tokens) - (model.text_prefix if stage.index == 0 else 0)
@@ -211,14 +211,14 @@ def as_run(model: NextScaleModel, stage: Stage, plan: StagePlan, num_tokens: flo
 
 @dataclass(frozen=True, slots=True)
 class BlockMacs:
-    """MACs of one block, for one token of one row, by sublayer. All blocks of a model are alike."""
+    """MACs of each sublayer of one block per token. All blocks of a model have the same sizes."""
 
     dim: int
     attention: int
     text: int
     feed_forward: int
     text_tokens: int
-    shared_text: bool  # the first row alone runs attention to the text
+    shared_text: bool  # only the first row runs attention to the text
 
     @classmethod
     def of(cls, model: NextScaleModel, workload: Workload) -> BlockMacs:
@@ -237,7 +237,7 @@ class BlockMacs:
         return rows * own + self._text_rows(rows) * tokens.text * self.text
 
     def products(self, pairs: int, text_queries: int, rows: int) -> int:
-        """MACs of attention for the given pairs of a query and a key of the image in all rows, and queries of a row to the text."""
+        """Returns the MACs of attention for `pairs` query-key pairs in all rows and `text_queries` queries per row to the text."""
         return 2 * self.dim * (pairs + self._text_rows(rows) * text_queries * self.text_tokens)
 
     def _text_rows(self, rows: int) -> int:
@@ -245,7 +245,7 @@ class BlockMacs:
 
 
 def tokens_per_layer(spans: Sequence[Span], tokens: int, prefix: int, depth: int) -> list[SublayerTokens]:
-    """Tokens of a row that every layer computes; `prefix` text tokens run through all of them."""
+    """Returns the tokens per row that each layer computes; `prefix` text tokens run through all layers."""
     layers = [SublayerTokens.same(prefix + tokens)] * depth
     for span in spans:
         with_text = SublayerTokens.same(prefix) + span.sublayer_tokens(tokens)
@@ -254,15 +254,15 @@ def tokens_per_layer(spans: Sequence[Span], tokens: int, prefix: int, depth: int
 
 
 def mean_tokens(ran: SublayerTokens, layers: int, has_text: bool) -> float:
-    """Mean over all sublayers of this number of blocks, each with the same weight; `ran` is the total of all blocks."""
+    """Returns the mean tokens per sublayer of `layers` blocks; `ran` is their total."""
     total = ran.attention + ran.feed_forward + (ran.text if has_text else 0)
     return total / (layers * (3 if has_text else 2))
 
 
-def head_macs(model: NextScaleModel, stage: Stage, workload: Workload, entered: Entered, propagates: int | None) -> int:
-    """MACs from the last hidden states to codes, HART's residual and STAR's refinement included.
+def head_macs(model: NextScaleModel, stage: Stage, workload: Workload, entered: StageInput, propagates: int | None) -> int:
+    """Returns the MACs from the last hidden states to codes, including HART's residual and STAR's refinement.
 
-    residual_tokens: of a row, for which HART's diffusion runs; None: those that enter.
+    propagates: tokens per row for which HART's diffusion runs; None: those that enter.
     """
     branch, tokens = entered.rows_of_branch, entered.tokens
     macs = model.logits_macs(entered.rows, tokens)
@@ -272,7 +272,7 @@ def head_macs(model: NextScaleModel, stage: Stage, workload: Workload, entered: 
         rows = entered.branches * workload.images if workload.residual_guided else workload.images
         macs += model.residual_macs(workload.images, rows, propagates)
     if workload.refine is not None:
-        # In packed rows, too, an image attends to itself alone.
+        # Packed images attend only to themselves.
         for count in [tokens] if entered.counts is None else entered.counts:
             macs += model.refinement_macs(workload.refine, stage, branch, entered.rows, count)
     return macs

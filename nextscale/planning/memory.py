@@ -1,7 +1,7 @@
-"""What a request takes in memory, from its plans: nothing is run, and the model may be on the meta device.
+"""Memory of a request, computed from its plans. Nothing runs, and the model may be on the meta device.
 
-Keys and values are what is allocated, to the byte, unless a data-dependent method runs more than was assumed. Activations
-are an estimate for eager generation on a GPU in bfloat16: `python -m benchmarks.suites` writes it beside the measured peak.
+Keys and values are exact to the byte, unless a data-dependent method runs more tokens than assumed. Activations are estimated for eager
+generation on a GPU in bfloat16; `python -m benchmarks.suites` compares them with measured peaks.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ..tokenizers.tiles import choose_strips, decode_bytes, images_at_a_time, me
 from .cost import Workload, tokens_per_layer
 
 ASSUMED_KEPT = 0.5
-"""Share of the cells for which memory is reserved where a method is data-dependent; if more of them run, the caches grow."""
+"""Share of the cells assumed for data-dependent methods when estimating memory."""
 
 FLOAT = 4  # bytes
-SPARE = 1  # maps of the residual stream, for what kernels and the rest of a request take: 13.2 were measured where 12 had been counted
-RESTORING = 4  # maps that a span needs to restore what it did not run: input, resized memory, their sum, and a copy in other order
+SPARE = 1  # maps of the residual stream, for kernels and the rest of a request: 13.2 maps were measured where 12 had been counted
+RESTORING = 4  # maps that a span uses to restore tokens: input, resized memory, their sum, and a transposed copy
 
 
 # --- keys and values
 
 
 def reserved_cache(model: NextScaleModel, schedule: Schedule, plans: Sequence[StagePlan], images: int, rows: int) -> CacheSpec:
-    """Sizes of the caches of a request whose stages follow `plans` and which begins with `rows`."""
+    """Returns the sizes of the KV cache of a request that follows `plans` and starts with `rows`."""
     planned = []
     running = rows
     for stage, plan in zip(schedule, plans, strict=True):
@@ -51,28 +51,28 @@ def reserved_cache(model: NextScaleModel, schedule: Schedule, plans: Sequence[St
 
 
 def text_bytes(model: NextScaleModel, rows: int, text_tokens: int) -> int:
-    """Bytes of the text's keys and values, where blocks attend to the prompt. They stay until the request ends."""
+    """Returns the bytes of the text's keys and values, which are kept until the request ends."""
     config = model.block_config
     return context_bytes(len(model.blocks), rows, text_tokens, config.dim, model.dtype) if config.text else 0
 
 
 def reserved_bytes(model: NextScaleModel, schedule: Schedule, plans: Sequence[StagePlan], images: int, rows: int, text_tokens: int) -> int:
-    """Bytes of keys, values and text: what a request is known to need before it starts, besides weights and activations."""
+    """Returns the bytes of keys, values and text: the known size of a request besides weights and activations."""
     return reserved_cache(model, schedule, plans, images, rows).bytes + text_bytes(model, rows, text_tokens)
 
 
-# --- everything
+# --- total
 
 
 @dataclass(frozen=True)
 class RequestMemory:
-    """Bytes of a request. Images are decoded when its keys and values are gone, so that the larger of both makes the peak."""
+    """Memory of a request in bytes. Images are decoded after the KV cache is freed, so the larger of the two phases is the peak."""
 
     weights: int  # of model and tokenizer
-    cache: int  # keys and values when most are held, the last stage's workspace included
+    cache: int  # peak of keys and values, including the last stage's workspace
     text: int
-    stored: int  # outputs of earlier stages, when most are held
-    generating: int  # cache, text, stored outputs and activations, in the stage that takes most
+    stored: int  # peak of stored outputs of earlier stages
+    generating: int  # cache, text, stored outputs and activations of the largest stage
     decoding: int
 
     @property
@@ -83,7 +83,7 @@ class RequestMemory:
 def request_memory(
     model: NextScaleModel, tokenizer: Tokenizer, workload: Workload, plans: Sequence[StagePlan] | None = None
 ) -> RequestMemory:
-    """Memory of a request whose stages follow `plans`; None is dense generation."""
+    """Returns the memory of a request that follows `plans`; None is dense generation."""
     schedule, images = workload.schedule, workload.images
     rows = images * (2 if workload.guided else 1)
     plans = plans or (DENSE,) * len(schedule)
@@ -102,7 +102,7 @@ def request_memory(
         keys = cache.bytes_at(stage.index)
         blocks, head = block_activations(model, plan, ran, tokens), head_activations(model, ran.rows, images, tokens)
         needs = [keys + max(blocks, head)]
-        if stage.index == cache.final:  # layer by layer, keys are freed once they are in the workspace
+        if stage.index == cache.final:  # the keys of a layer are freed once they are in the workspace
             needs = [
                 keys + entering_activations(model, ran, tokens),
                 keys - cache.freed_bytes(1) + blocks,
@@ -120,44 +120,44 @@ def request_memory(
 
 
 def weights_bytes(module: nn.Module) -> int:
-    """Bytes of a module as it is, quantised or not."""
+    """Returns the bytes of a module's parameters and buffers."""
     return sum(tensor.numel() * tensor.element_size() for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
 
 
 def stored_bytes(model: NextScaleModel, plan: StagePlan, tokens: int) -> dict[Hashable, int]:
-    """Bytes that the spans of a plan leave in `ctx.memory`, by name; `tokens` of all rows together run."""
+    """Returns the bytes that the spans of a plan store in `ctx.memory`, by name; `tokens` is the total of all rows."""
     one_map = tokens * model.block_config.dim * model.dtype.itemsize
     return {name: one_map for span in plan.spans for name in span.stores}
 
 
 def entering_activations(model: NextScaleModel, ran: StageKeys, tokens: int) -> int:
-    """Bytes of the first block until it has room for its keys: input and normalised; without the kernel also queries, keys and values."""
+    """Returns the bytes of the first block before it reserves cache memory: input and normalized input; without the kernel also qkv."""
     made = (2 + SPARE) * model.dtype.itemsize + (rotation_bytes(model) if model.rotates_in_float32 else 0)
     return ran.rows * model.block_config.dim * max(*ran.tokens, tokens) * made
 
 
 def rotation_bytes(model: NextScaleModel) -> int:
-    """Bytes per channel of a token until queries and keys are normalised and rotated: queries, keys and values, and where a kernel rotates
-    them the queries once more. In float32 it takes queries and keys before and after, and half of each beside them."""
+    """Returns the bytes per channel of a token while queries and keys are normalized and rotated: qkv, and the rotated queries with the
+    kernel, or float32 queries and keys before and after rotation, plus half of each, without it."""
     return 3 * model.dtype.itemsize + 2 * 2 * 2 * FLOAT if model.rotates_in_float32 else 4 * model.dtype.itemsize
 
 
 def block_activations(model: NextScaleModel, plan: StagePlan, ran: StageKeys, tokens: int) -> int:
-    """Bytes of the block that takes most, when `tokens` of a row enter."""
+    """Returns the bytes of the largest block if `tokens` per row enter."""
     config, size = model.block_config, model.dtype.itemsize
     computed = max(ran.tokens)
-    attention = 2 * size + rotation_bytes(model)  # input, normalised
+    attention = 2 * size + rotation_bytes(model)  # input and normalized input
     piece = min(1.0, CHUNK_TOKENS / (ran.rows * computed))
     hidden = config.hidden_dim / config.dim * hidden_maps(model)
-    feed_forward = size * (3 + piece * (1 + hidden))  # input, normalised, result
+    feed_forward = size * (3 + piece * (1 + hidden))  # input, normalized input and result
     one = ran.rows * config.dim
-    whole = one * tokens * size * (1 + (RESTORING if plan.spans else 0))  # what entered the stage is held
+    whole = one * tokens * size * (1 + (RESTORING if plan.spans else 0))  # the stage's input is kept
     return round(computed * one * (max(attention, feed_forward) + SPARE * size) + whole) + restored_bytes(model)
 
 
 def hidden_maps(model: NextScaleModel) -> float:
-    """Maps of hidden states that a feed-forward holds at once. An activation takes their place; gate and value lie side by side, and what
-    is made of them besides; in e4m3 so is what is made of either."""
+    """Returns the number of maps of hidden states that a feed-forward holds at once. Activations run in place; a gated one holds gate and
+    up projection and their product; e4m3 copies of the activation are counted with their size."""
     sides = 2 if model.block_config.gated else 1
     if model.quantize == "fp8":
         return sides + 1 / model.dtype.itemsize
@@ -165,20 +165,20 @@ def hidden_maps(model: NextScaleModel) -> float:
 
 
 def restored_bytes(model: NextScaleModel) -> int:
-    """Bytes of the largest weights that int8 makes whole for a product."""
+    """Returns the bytes of the largest dequantized int8 weight."""
     config = model.block_config
     largest = config.dim * max(3 * config.dim, (1 + config.gated) * config.hidden_dim)
     return largest * model.dtype.itemsize if model.quantize == "int8" else 0
 
 
 def head_activations(model: NextScaleModel, rows: int, images: int, tokens: int) -> int:
-    """Bytes of the logits in float32, of all rows and guided; numbered codes are sorted too, with their places."""
+    """Returns the bytes of the float32 logits of all rows and after CFG; codebook logits are also sorted with their indices."""
     choices = model.head.out_features
     return tokens * choices * (rows * FLOAT + images * (3 * FLOAT + 8))
 
 
 def decoding_bytes(tokenizer: Tokenizer, schedule: Schedule, images: int, dtype: torch.dtype) -> int:
-    """Bytes of a batch that is decoded as `tokenizers.tiles` does it; with a decoder of another kind those of the images alone."""
+    """Returns the bytes of decoding a batch with `tokenizers.tiles`; for other decoders, only those of the images."""
     height, width = schedule.grid
     image = 3 * height * width * tokenizer.pixels_per_token**2 * (dtype.itemsize + FLOAT)
     decoder = getattr(tokenizer, "decoder", None)

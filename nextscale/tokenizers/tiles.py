@@ -2,8 +2,8 @@
 
 Group norm takes its mean and variance from the whole image. Tiles that are decoded separately would be normalized separately, with visible
 boundaries and color shifts. Instead, each layer of a level runs in strips of rows: a convolution reads one extra row above and below the
-strip, and the statistics of a norm are collected from all strips before the next layer starts. The result equals that of decoding at once
-up to rounding, without overlaps or blending.
+strip, and the statistics of a norm are collected from all strips before the next layer starts. Up to rounding, the result
+equals decoding at once, without overlaps or blending.
 
 Two feature maps of a level are stored and updated in place: the residual stream and the inside of a block. Everything else exists for one
 strip at a time. The upsampled input of a level, four times as large as its source, is not stored but computed twice: for the statistics of

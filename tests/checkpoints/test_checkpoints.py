@@ -400,7 +400,7 @@ def test_all_problems_are_told_before_anything_is_copied(weights: dict[str, Tens
     with pytest.raises(CheckpointError) as caught:
         load_weights(module, tmp_path / "toy.pth", TOY_LAYOUT)
     message = str(caught.value)
-    assert str(tmp_path / "toy.pth") in message and "does not fit Toy" in message
+    assert str(tmp_path / "toy.pth") in message and "does not match Toy" in message
     assert "missing (1): head.bias" in message
     assert "unexpected (11): extra.00" in message and "extra.07 and 3 more" in message and "extra.08" not in message
     assert "mis-shaped (1): head.weight (file [4, 5], expected [5, 4])" in message

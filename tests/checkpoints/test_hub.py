@@ -185,7 +185,7 @@ def test_an_interrupted_download_leaves_nothing_half_written(hub: Hub, tmp_path:
     """Newer versions of the library start the file again in the next call, older ones go on; whole files are kept by both."""
     hub.cuts = [6_000, *[0] * GIVES_UP_AFTER]
     place = Folder(tmp_path / "to")
-    with pytest.raises(DownloadError, match=r"lab/file/weights.pth could not be fetched: "):
+    with pytest.raises(DownloadError, match=r"lab/file/weights.pth could not be downloaded: "):
         download(named(*list_files("lab/file")), place)
     assert sorted(file.name for file in (tmp_path / "to").iterdir()) == [WORK, "config.json", "downloads.json"]
     hub.cuts = []
@@ -259,20 +259,20 @@ def test_a_token_is_asked_for_and_sent(hub: Hub, tmp_path: Path, monkeypatch: py
 
 
 def test_a_repository_that_is_not_there(hub: Hub) -> None:
-    with pytest.raises(DownloadError, match=r"lab/absent could not be fetched: HTTP 404"):
+    with pytest.raises(DownloadError, match=r"lab/absent could not be downloaded: HTTP 404"):
         list_files("lab/absent")
 
 
 def test_a_file_that_is_gone_when_it_is_asked_for(hub: Hub, tmp_path: Path) -> None:
     wanted = weights_file()
     del hub.repositories["lab/file"]["weights.pth"]
-    with pytest.raises(DownloadError, match=r"lab/file/weights.pth could not be fetched: .*HTTP 404"):
+    with pytest.raises(DownloadError, match=r"lab/file/weights.pth could not be downloaded: .*HTTP 404"):
         download(named(wanted), Folder(tmp_path))
 
 
 def test_a_hub_out_of_reach(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     point_to("http://127.0.0.1:9", monkeypatch)
-    with pytest.raises(DownloadError, match=r"FoundationVision/Infinity could not be fetched: .*Check the connection and HF_ENDPOINT"):
+    with pytest.raises(DownloadError, match=r"FoundationVision/Infinity could not be downloaded: .*Check the connection and HF_ENDPOINT"):
         nextscale.load("infinity-2b", device="cpu")
 
 

@@ -224,7 +224,7 @@ UNFIT: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("entries", UNFIT.values(), ids=UNFIT)
 def test_settings_that_the_weights_do_not_have_are_refused_by_the_strict_loader(entries: dict[str, Any], tmp_path: Path) -> None:
     weights, tokenizer = write_model(tmp_path / "llm", MODEL_JSON | entries), write_tokenizer(tmp_path / "tokenizer")
-    with pytest.raises(WeightsMismatch, match="does not fit Hart"):
+    with pytest.raises(WeightsMismatch, match="does not match Hart"):
         load(weights, tokenizer)
 
 
@@ -289,7 +289,7 @@ def test_wrong_entries_of_a_tokenizer(entries: dict[str, Any], expected: str, tm
 @pytest.mark.parametrize("entries", [{"vocab_size": 4096}, {"z_channels": 32}, {"ch": 160}, {"ch_mult": [1, 1]}, {"num_res_blocks": 3}])
 def test_a_tokenizer_with_other_sizes_is_refused_by_the_strict_loader(entries: dict[str, Any], tmp_path: Path) -> None:
     weights, tokenizer = write_model(tmp_path / "llm"), write_tokenizer(tmp_path / "tokenizer", TOKENIZER_JSON | entries)
-    with pytest.raises(WeightsMismatch, match="does not fit HartTokenizer"):
+    with pytest.raises(WeightsMismatch, match="does not match HartTokenizer"):
         load(weights, tokenizer)
 
 
@@ -521,11 +521,11 @@ def few_models(monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
 def test_a_file_of_another_model_is_recognised(release: Path, few_models: ModelSpec) -> None:
     var = write_part(release / "var", published(few_models.model), {"depth": "many"})
     var_tokenizer = write_part(release / "var-tokenizer", published(few_models.tokenizer), TOKENIZER_JSON)
-    with pytest.raises(WeightsMismatch, match="does not fit Hart:[^$]*It looks like the model tiny-var."):
+    with pytest.raises(WeightsMismatch, match="does not match Hart:[^$]*It looks like the model tiny-var."):
         load(var, release / "tokenizer")
-    with pytest.raises(WeightsMismatch, match="does not fit HartTokenizer:[^$]*It looks like the tokenizer of tiny-var."):
+    with pytest.raises(WeightsMismatch, match="does not match HartTokenizer:[^$]*It looks like the tokenizer of tiny-var."):
         load(release / "llm", var_tokenizer)
-    with pytest.raises(WeightsMismatch, match="does not fit Hart:"):
+    with pytest.raises(WeightsMismatch, match="does not match Hart:"):
         load(release / "tokenizer", release / "tokenizer")
 
 
@@ -578,7 +578,7 @@ def test_conversion_overwrites_nothing_and_refuses_contradictions(release: Path)
     assert not target.exists()
     write_model(release / "llm", MODEL_JSON | {"depth": 24})
     refused = run_cli("convert", "-m", NAME, release / "llm", target, "--force")
-    assert "does not fit Hart" in refused.stderr
+    assert "does not match Hart" in refused.stderr
     assert own_config_file(target).read_text() == "mine"
 
 

@@ -319,7 +319,7 @@ def test_a_stage_that_was_forecast_to_be_skipped_cannot_run() -> None:
         def start(self, setup: RunSetup) -> MethodRun:
             return RunAnyway()
 
-    with pytest.raises(ValueError, match="stage 3 was not planned to run"):
+    with pytest.raises(ValueError, match="stage 3 must not run"):
         generated("var", method=Misled(lambda stage: StagePlan(skip=stage.last)))
 
 

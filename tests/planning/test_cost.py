@@ -417,7 +417,7 @@ def test_keys_of_spans_and_skipped_stages_are_not_held() -> None:
 
 
 def test_as_many_plans_as_stages() -> None:
-    with pytest.raises(ValueError, match="2 plans for the 4 stages"):
+    with pytest.raises(ValueError, match="plans must have .* 4 stages.*got 2"):
         request_cost(tiny.shared_pipeline("var").model, Workload(Schedule(tiny.VAR_SIDES)), [DENSE, DENSE])
 
 

@@ -288,7 +288,7 @@ def test_a_stage_after_the_last_planned_one_is_refused() -> None:
     cache = cache_of(stage_keys(1, 4, 9))
     for stage in range(3):
         append(cache, stage)
-    with pytest.raises(ValueError, match=r"stage 3 was not planned to run, so that stage 2 has left no keys"):
+    with pytest.raises(ValueError, match="stage 3 must not run"):
         append(cache, 3)
 
 
@@ -301,7 +301,7 @@ def test_the_last_stage_frees_what_a_layer_has_kept_and_cannot_run_again() -> No
     assert cache.nbytes == 0
     assert cache.workspace.nbytes == 2 * 14 * 8 * 4
     assert torch.equal(last[:, :1], first)
-    with pytest.raises(ValueError, match=r"stage 2 is the last one, and its keys are gone: a layer cannot run it again"):
+    with pytest.raises(ValueError, match="stage must not be 2"):
         append(cache, 2)
 
 

@@ -433,7 +433,7 @@ def test_missing_extra(saved_model: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(TextEncoderUnavailable, match="'nobody/absent-t5' is not on this machine.* could not be fetched") as raised:
+    with pytest.raises(TextEncoderUnavailable, match="'nobody/absent-t5' is not on this machine.* could not be downloaded") as raised:
         T5Encoder("nobody/absent-t5")
     assert_says_what_to_fetch(raised.value, name="nobody/absent-t5")
 

@@ -245,6 +245,6 @@ def test_hub_download_asks_for_safetensors_only(kind: Kind, saved_model: Path, m
 def test_hub_out_of_reach(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        TextEncoderUnavailable, match="'nobody/absent' is not .* could not be fetched.* from https://huggingface.co/nobody/absent into"
+        TextEncoderUnavailable, match="'nobody/absent' is not .* could not be downloaded.* from https://huggingface.co/nobody/absent into"
     ):
         kind.encoder("nobody/absent")
