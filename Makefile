@@ -12,11 +12,11 @@ unexport PYTHONDONTWRITEBYTECODE
 test: lint
 	$(BIN)/pytest --numprocesses auto --dist worksteal
 
-# the inner loop: without the tests of tests/slow.txt (written by `make test PYTEST_ADDOPTS=--write-slow=110`), a GPU, a browser and Ray
+# skips slow tests (listed in tests/slow.txt by `make test PYTEST_ADDOPTS=--write-slow=110`) and tests that need a GPU, a browser or Ray
 test-fast: $(INSTALLED_DEV)
 	$(BIN)/pytest --numprocesses auto --dist worksteal -m "not slow and not gpu and not browser and not ray"
 
-# lines, tokens, packages, hooks, commands and options beside their caps
+# prints lines, tokens, packages, hooks, commands and options with their caps
 house: $(INSTALLED_DEV)
 	$(BIN)/python -m tests.house
 
@@ -31,7 +31,7 @@ docs: $(INSTALLED_DEV)
 demo: $(INSTALLED)
 	$(BIN)/nextscale compare
 
-# the wheel in fresh environments, with each extra alone: minutes, and a package index
+# tests the wheel with each extra in fresh environments; takes minutes and needs a package index
 fresh:
 	$(PYTHON) -m tests.fresh_environments
 
@@ -39,7 +39,7 @@ clean:
 	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis
 	find nextscale tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch comes first and alone, so that no later resolution replaces the pinned build.
+# torch is installed first, so that later steps do not replace the pinned build.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt '$(TORCH)'

@@ -137,7 +137,7 @@ def attend_one_by_one(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, s
 
 
 class CacheView(NamedTuple):
-    """Memory for the new keys and values of a stage, which follow those of earlier stages."""
+    """Memory for the new keys and values of a stage, which follow the entries of earlier stages."""
 
     keys: Tensor  # [R, T, H, D]
     values: Tensor

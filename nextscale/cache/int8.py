@@ -2,7 +2,7 @@
 
 Keys and values have one scale per token and head. Every stage dequantizes the cache of a layer into the workspace that all layers share,
 and attends to its own keys and values before they are quantized. For normally distributed values the rounding error is 0.6 % of their
-standard deviation, a quarter of that of e4m3, and no hardware support is needed.
+standard deviation, a quarter of e4m3's, and no hardware support is needed.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class Lpips(nn.Module):
             return torch.stack([head((ours - theirs).square()).mean((1, 2, 3)) for ours, theirs, head in pairs]).sum(0)
 
     def directions(self, images: Tensor, dtype: torch.dtype) -> list[Tensor]:
-        """Returns the features of each layer, float32, normalized over the channels; `dtype` is that of the convolutions."""
+        """Returns the features of each layer, float32, normalized over the channels; the convolutions use `dtype`."""
         x = ((images.float() - self.shift) / self.scale).to(dtype)
         found = []
         for layer, conv in enumerate(self.features):

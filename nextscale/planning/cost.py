@@ -1,4 +1,4 @@
-"""MACs of a request, computed from its plans. Nothing runs, and the model may be on the meta device.
+"""MACs of a request, computed from its plans. The model does not run and may be on the meta device.
 
 Counted are all matrix multiplications between a stage's input and its codes: embedding, blocks, logits, HART's diffusion, STAR's refiner.
 Not counted are the text encoder, the condition, the canvas and decoding. Work of a method itself is counted if its spans report it

@@ -1,4 +1,4 @@
-"""Memory of a request, computed from its plans. Nothing runs, and the model may be on the meta device.
+"""Memory of a request, computed from its plans. The model does not run and may be on the meta device.
 
 Keys and values are exact to the byte, unless a data-dependent method runs more tokens than assumed. Activations are estimated for eager
 generation on a GPU in bfloat16; `python -m benchmarks.suites` compares them with measured peaks.
@@ -178,7 +178,7 @@ def head_activations(model: NextScaleModel, rows: int, images: int, tokens: int)
 
 
 def decoding_bytes(tokenizer: Tokenizer, schedule: Schedule, images: int, dtype: torch.dtype) -> int:
-    """Returns the bytes of decoding a batch with `tokenizers.tiles`; for other decoders, only those of the images."""
+    """Returns the bytes of decoding a batch with `tokenizers.tiles`; for other decoders, only the images."""
     height, width = schedule.grid
     image = 3 * height * width * tokenizer.pixels_per_token**2 * (dtype.itemsize + FLOAT)
     decoder = getattr(tokenizer, "decoder", None)

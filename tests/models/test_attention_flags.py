@@ -48,11 +48,11 @@ def test_a_stage_runs_with_its_own_flags_beside_another_one(queries: int, captur
     found = []
 
     def other() -> None:
-        with attention.attention_backend(queries, CUDA, captured), attention.chosen_kernels(CUDA):
+        with attention.attention_backend(queries, CUDA, captured), attention.sdpa_backends(CUDA):
             found.append(flags())
 
     thread = Thread(target=other)
-    with attention.attention_backend(100, CUDA, captured=False), attention.chosen_kernels(CUDA):
+    with attention.attention_backend(100, CUDA, captured=False), attention.sdpa_backends(CUDA):
         thread.start()
         thread.join(0.2)  # it waits, or it has found the flags of this thread
     thread.join()

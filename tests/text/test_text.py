@@ -300,7 +300,7 @@ def assert_says_what_to_fetch(error: Exception, name: str = "google/flan-t5-xl")
 
 @pytest.mark.parametrize("source", ["./absent", "/absent/t5", "~/absent-t5", "weights/text/t5", Path("absent")])
 def test_missing_folder_is_not_taken_for_a_hub_name(source: str | Path) -> None:
-    with pytest.raises(TextEncoderUnavailable, match="is not a folder") as raised:
+    with pytest.raises(TextEncoderUnavailable, match="is not a local folder") as raised:
         T5Encoder(source)
     assert_says_what_to_fetch(raised.value)
 

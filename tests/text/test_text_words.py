@@ -70,7 +70,7 @@ def test_any_text_is_spelt_out_or_refused(text: str) -> None:
     words = plain_words(text)
     lost = [word for word in text.split() if any(sign.isalpha() for sign in word) and not plain_words(word)]
     if lost or not words:
-        with pytest.raises(PromptError, match="describe the picture"):
+        with pytest.raises(PromptError, match="prompt must"):
             VOCABULARY.split(text)
         return
     ids = VOCABULARY.split(text)
@@ -91,7 +91,7 @@ def test_the_vocabulary_is_plain_text_with_an_entry_per_line() -> None:
 
 @pytest.mark.parametrize(
     ("entries", "message"),
-    [(("Red", *SINGLE_PARTS), "'Red'"), (("red", "red", *SINGLE_PARTS), "1 entries twice"), (SINGLE_PARTS[1:], "lacks the parts ##a;")],
+    [(("Red", *SINGLE_PARTS), "'Red'"), (("red", "red", *SINGLE_PARTS), "must be unique; got 1"), (SINGLE_PARTS[1:], "missing: ##a")],
 )
 def test_vocabularies_that_cannot_work_are_refused(entries: tuple[str, ...], message: str) -> None:
     with pytest.raises(SettingError, match=message):
@@ -187,7 +187,7 @@ def as_bytes(text: str) -> Tensor:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"vocabulary": None}, "no 'vocabulary'"),
+        ({"vocabulary": None}, "'vocabulary' is missing"),
         ({"vocabulary": torch.zeros(3)}, "torch.float32 \\[3\\], not a row of bytes"),
         (
             {"vocabulary": as_bytes("\n".join(ENTRIES[1:]))},

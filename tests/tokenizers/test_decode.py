@@ -150,7 +150,7 @@ def test_norm_and_last_convolution_of_many_tiles(interpreted: None, monkeypatch:
 
 def test_norm_and_last_convolution_refuse_what_does_not_fit(interpreted: None) -> None:
     x, norm, bias = channels_last(1, 32, 2, 2, dtype=torch.float32), given_norm(32, torch.float32), torch.ones(3, device=DEVICE)
-    with pytest.raises(ValueError, match=r"expected \[3, 32, 3, 3\]"):
+    with pytest.raises(ValueError, match="weight must have shape"):
         norm_conv.group_norm_silu_conv(x, 32, norm.weight, norm.bias, 1e-6, torch.ones(3, 32, 1, 1, device=DEVICE), bias)
 
 

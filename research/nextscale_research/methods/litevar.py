@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nextscale.cache import AttentionCall, CacheSpec, LayerCache, Workspace
-from nextscale.cache.attention import chosen_kernels
+from nextscale.cache.attention import sdpa_backends
 from nextscale.errors import SettingError
 from nextscale.methods.method import DENSE, Method, MethodRun, Plans, RunSetup, StagePlan
 from nextscale.stage import Schedule, Stage
@@ -111,7 +111,7 @@ class LiteVARCache(LayerCache):
         if banded and method.as_released and mask is not None:
             out = zeroed_attention(q, k, v, mask, seen.scale)
         else:
-            with chosen_kernels(q.device):
+            with sdpa_backends(q.device):
                 out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=seen.scale)
         if paired:
             out = torch.cat(out.chunk(2, dim=-1))
