@@ -1,10 +1,9 @@
-"""Compares the speed and memory of two versions of the package, which take turns on one device.
+"""Compares the speed and memory of two versions of the package by running them alternately on one device.
 
     python -m benchmarks.ab OLD NEW [--rounds 10] [--case NAME ...] [--out FILE]
 
-OLD and NEW are folders that hold a `nextscale` package, or revisions of this repository. Separate runs of one revision
-differ by up to 3 % on an H200, so both versions stay loaded, each in a process of its own, and run in turns. A ratio is
-NEW over OLD of the same round.
+OLD and NEW are folders with a `nextscale` package, or revisions of this repository. Separate runs of one revision differ by up to 3 % on an
+H200, so both versions stay loaded, each in its own process, and run alternately. A ratio is NEW divided by OLD within a round.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ CPU_CASES = ("nano-cpu",)
 
 
 class Version:
-    """One version of the package in a process of its own."""
+    """One version of the package in its own process."""
 
     def __init__(self, folder: Path) -> None:
         environment = os.environ | {"PYTHONPATH": str(folder), "HF_HUB_OFFLINE": "1"}
@@ -41,7 +40,7 @@ class Version:
         print(json.dumps(question), file=self.process.stdin, flush=True)
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"a worker ended with code {self.process.wait()} at {question}")
+            raise SystemExit(f"a worker exited with code {self.process.wait()} at {question}")
         return json.loads(line)
 
     def close(self) -> None:
@@ -51,7 +50,7 @@ class Version:
 
 
 def folder_of(version: str, scratch: Path) -> Path:
-    """Returns the folder of a version; a revision is exported to a folder below `scratch` first."""
+    """Returns the folder of a version; a revision is first exported to a folder in `scratch`."""
     if Path(version, "nextscale").is_dir():
         return Path(version).resolve()
     content = subprocess.run(["git", "archive", version, "nextscale"], capture_output=True, check=True).stdout
@@ -62,7 +61,7 @@ def folder_of(version: str, scratch: Path) -> Path:
 
 
 def compare(case: str, versions: tuple[Version, Version], rounds: int) -> dict[str, Any]:
-    """Runs one case in turns and returns a row of the table."""
+    """Runs one case alternately with both versions and returns a table row."""
     for version in versions:
         version.ask(do="prepare", case=case)
     answers = [[version.ask(do="run") for version in versions] for _ in range(rounds)]

@@ -1,6 +1,6 @@
-"""Runs the cases of `benchmarks.ab` with the `nextscale` package of the current folder, one command per line of stdin.
+"""Worker of `benchmarks.ab`: runs its cases with the `nextscale` package of the current folder, one command per line of stdin.
 
-It uses only names that old and new versions of the package share.
+It uses only names that exist in old and new versions of the package.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def infinity(quantize: Any = None) -> Any:
 
 
 def call(pipe: Any, batch: int, **settings: Any) -> Callable[[], Any]:
-    """Returns a call whose graphs are captured where there is a GPU."""
+    """Returns a function that generates a batch; on a GPU its CUDA graphs are captured first."""
     prompts = [PROMPT] * batch
     run = lambda: pipe(prompts, seed=1, **settings)  # noqa: E731
     if pipe.engine == "graphs":
@@ -45,7 +45,7 @@ def call(pipe: Any, batch: int, **settings: Any) -> Callable[[], Any]:
 
 
 def prepare(case: str) -> tuple[Callable[[], Any], Callable[[Any, float], float]]:
-    """Returns what one round runs, and what its result and its seconds count as, in ms."""
+    """Returns the function of one round, and a function that converts its result and duration in seconds to ms."""
     whole = lambda result, seconds: 1000 * seconds  # noqa: E731
     if case in METHODS:
         return call(infinity(), 1, size=1024, method=METHODS[case]), whole
@@ -78,7 +78,7 @@ def timed(run: Callable[[], Any], counted: Callable[[Any, float], float]) -> dic
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print goes to stderr
+    os.dup2(2, 1)  # redirects output of libraries to stderr
     state: Any = None
     for line in sys.stdin:
         question = json.loads(line)

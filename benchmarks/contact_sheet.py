@@ -1,7 +1,6 @@
-"""Uncurated samples of `nano`: `python -m benchmarks.contact_sheet SHARD [PICTURE]` generates 48 captions of a held-out shard.
+"""Uncurated samples of `nano`: `python -m benchmarks.contact_sheet SHARD [PICTURE]` generates images for 48 held-out captions.
 
-Caption i of the sheet has seed i; * marks subjects that no training picture shows. What is shown depends on the shard alone, so that
-nothing can be picked.
+Image i has seed i; * marks subjects that are not in the training data. The shard alone determines the selection.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def sheet(captions: list[str], images: list[Image.Image]) -> Image.Image:
 
 
 def main(shard: str, target: str = "docs/pictures/nano.webp", *files: str) -> None:
-    """`files`: weights, tokenizer and words in place of those in the package."""
+    """Writes the sheet. `files`: weights, tokenizer and words to use instead of those in the package."""
     pipe = nextscale.load("nano", **dict(zip(("weights", "tokenizer", "text_encoder")[: len(files)], files, strict=True)))
     records = evenly_spread(read_shard(Path(shard))[0], COLUMNS * ROWS)
     captions = [caption_of(record) for record in records]

@@ -1,9 +1,9 @@
-"""The decoder layer by layer, captured: time, MACs, bytes, and how far each layer is from the roofline.
+"""Measures the decoder layer by layer in CUDA graphs: time, MACs, bytes and the ratio to the roofline.
 
     python -m benchmarks.decode [--model nano --size 512 --batch 32] [--out FILE]
 
-Without options: nano at 512 x 512, batch 32, and infinity-2b at 1024 x 1024, batch 4. A batch is decoded some images at a time, as
-`tokenizers.tiles` does it; times are per image. Below the layers stand other ways to compute some of them, checked against the layers.
+Without options: nano at 512 x 512, batch 32, and infinity-2b at 1024 x 1024, batch 4. Images are decoded in groups, as in
+`tokenizers.tiles`; times are per image. Rows after the layers measure alternative implementations, whose results are compared first.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from .results import measure, options, require_gpu
 if TYPE_CHECKING:
     from nextscale.kernels.group_norm import Sums
 
-FLOPS, BYTES = 790e12, 4.3e12  # a large product and a copy in bfloat16 on an H200, per second
+FLOPS, BYTES = 790e12, 4.3e12  # per second, of a large matrix product and a copy in bfloat16 on an H200
 CASES = (("nano", 512, 32), ("infinity-2b", 1024, 4))
 TILES = ((4096, 2), (4096, 4), (8192, 4), (8192, 8), (16384, 8))  # bytes and warps; see kernels/norm_conv.py
-BOUND = 2e-2  # relative error between two ways in bfloat16
+BOUND = 2e-2  # maximum relative error between two implementations in bfloat16
 WARM_UPS, REPLAYS = 2, 15
 
 
 def captured_ms(run: Callable[[], Any]) -> float:
-    """Returns the median time of a CUDA graph of everything that `run` launches, in which the host costs nothing."""
+    """Returns the median time of a CUDA graph of `run`, which excludes host time."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -65,7 +65,7 @@ def captured_ms(run: Callable[[], Any]) -> float:
 
 @dataclass(frozen=True)
 class Step:
-    """Something that the decoder does, with the inputs that it has there."""
+    """An operation of the decoder with its inputs."""
 
     name: str
     run: Callable[[], Tensor]
@@ -84,7 +84,7 @@ def convolution(name: str, conv: nn.Conv2d, x: Tensor) -> Step:
 
 
 class Walk:
-    """Goes through a decoder and keeps what it does."""
+    """Runs a decoder and records its operations."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -140,7 +140,7 @@ def sums_unknown(y: Tensor, conv: nn.Conv2d, residual: Tensor, bias: Tensor | No
 
 
 def other_upsampling(name: str, conv: nn.Conv2d, x: Tensor, expected: Tensor) -> Iterator[Step]:
-    """First a map of four times the pixels, then nine products a pixel in the place of four."""
+    """Yields upsampling and convolution as separate steps, with nine multiplications per pixel instead of four."""
     macs, moved = 9 * expected.numel() * conv.in_channels, 9 * x.nbytes + expected.nbytes
     step = Step(f"{OTHER}{name} upsample, conv", lambda: without_bias(conv, upsample_nearest(x), 1), macs, moved)
     require_close(step, expected)
@@ -148,7 +148,7 @@ def other_upsampling(name: str, conv: nn.Conv2d, x: Tensor, expected: Tensor) ->
 
 
 def other_image(decoder: Decoder, x: Tensor, expected: Tensor) -> Iterator[Step]:
-    """Norm and convolution apart. Three output channels are fewer than tensor cores take at a time: with five more that are zero too."""
+    """Yields norm and convolution as separate steps, with three output channels and with eight, a size that suits tensor cores better."""
     norm, conv = decoder.norm_out, decoder.conv_out
     wide = nn.Conv2d(conv.in_channels, 8, 3, padding=1, device=x.device, dtype=x.dtype)
     for narrow, padded in zip(conv.parameters(), wide.parameters(), strict=True):
@@ -165,7 +165,7 @@ def other_image(decoder: Decoder, x: Tensor, expected: Tensor) -> Iterator[Step]
 
 
 def tiled(decoder: Decoder, x: Tensor, tile: int, warps: int) -> Tensor:
-    """The kernel of `decoder.image` with tiles of other sizes."""
+    """Runs the kernel of `decoder.image` with another tile size."""
     from nextscale.kernels import norm_conv
 
     norm, conv = decoder.norm_out, decoder.conv_out
@@ -215,8 +215,7 @@ def timed(model: str, size: int, batch: int) -> dict[str, Any]:
 
 
 def whole_times(decoder: Decoder, z: Tensor) -> dict[str, float]:
-    """Milliseconds per image of the whole decoder: as it is, with steps apart that it takes at once, and with other numbers of images
-    at a time."""
+    """Returns the milliseconds per image of the whole decoder: unchanged, with fused steps separated, and for several group sizes."""
 
     def whole() -> float:
         return round(captured_ms(lambda: decode(decoder, z)) / len(z), 4)

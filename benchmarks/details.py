@@ -1,4 +1,4 @@
-"""Fills the last part of research/notes/observations.md: `python -m benchmarks.details RUN`, a folder of `observe --details`."""
+"""Fills the last part of research/notes/observations.md: `python -m benchmarks.details RUN` (a folder of `observe --details`)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CAPTIONS = {
     "distances": "Distance of every stage's image to the final one",
     "spectra": "Spectra after each stage and with each method",
     "attention": "Where attention goes",
-    "logits": "Likeness of neighbouring logits",
-    "changes": "Blocks and the places that they changed before",
+    "logits": "Similarity of neighboring logits",
+    "changes": "Blocks and the cells that they changed before",
     "projection": "StageVAR with other random projections",
 }
 
@@ -36,7 +36,7 @@ def about(found: dict[str, Any]) -> str:
 
 
 def stages_table(found: dict[str, Any]) -> str:
-    """One row per stage: distances, power of the finest band, attention to itself, likeness of logits, stability of changes."""
+    """Returns a table with one row per stage: distances, power of the finest band, attention to itself, similarity of logits, stability."""
     measures = list(found["distances"])
     others = ["power, finest band", "attention to itself", "logits: cosine", "with detail", "changes as before"]
     rows = []

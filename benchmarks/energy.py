@@ -1,4 +1,4 @@
-"""Energy of a GPU, as its driver counts it."""
+"""Energy of a GPU, from the counter of its driver."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ METERED_SECONDS = 1.5  # duration of the requests whose energy is measured
 
 
 class EnergyMeter:
-    """Reads the counter of NVIDIA's management library, which comes with the driver. It moves about ten times a second."""
+    """Energy counter of NVIDIA's management library, which is part of the driver. It updates about ten times per second."""
 
     def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
         self._library, self._handle = library, handle
 
     @staticmethod
     def of(device: torch.device) -> EnergyMeter | None:
-        """Returns the meter of a device; None if there is no such library or counter."""
+        """Returns the meter of a device, or None without the library or its counter."""
         if device.type != "cuda":
             return None
         try:
@@ -45,7 +45,7 @@ class EnergyMeter:
 
 
 def energy_columns(runner: Runner, prompts: Any, images: int, meter: EnergyMeter | None) -> Row:
-    """Measures requests one after the other, long enough for the counter to move often; idle power of the GPU is part of it."""
+    """Measures consecutive requests, long enough for several counter updates. The energy includes the GPU's idle power."""
     if meter is None:
         return {"joules_per_image": None}
     requests = max(2, math.ceil(METERED_SECONDS / statistics.median(timed.seconds for timed in runner.timed)))
@@ -53,7 +53,7 @@ def energy_columns(runner: Runner, prompts: Any, images: int, meter: EnergyMeter
     try:
         for seed in range(requests):
             runner.request(prompts, seed)
-    except Exception as error:  # the times stay as they are
+    except Exception as error:  # keeps the measured times
         return {"joules_per_image": None, "not_metered": short_error(error)}
     after = meter.joules()
     return {"joules_per_image": None if before is None or after is None else round((after - before) / (requests * images), 1)}

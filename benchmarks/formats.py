@@ -1,13 +1,12 @@
-"""What quantised weights cost, against the same model as it is loaded, at the same seeds.
+"""Compares quantized weights with the model as loaded, at the same seeds.
 
     python -m benchmarks.formats images --prompts SHARD [-m nano] [--size 512] [--batch 32] [--limit N] [--out FILE] [VARIANT ...]
     python -m benchmarks.formats errors [-m infinity-2b] [--random-weights] [--outliers 100] [--each] [--out FILE] [VARIANT ...]
 
-A variant is fp8 or int8, and after a colon the products that stay as they are: fp8:feed_forward.fc2,attention.proj; or another dtype, since
-what one rounding changes is what a format has to be compared with: the first codes that differ make another image. "images" judges
-images; "errors" needs no judge and no trained weights: relative errors of logits for the same codes, and the share of codes or bits that
-are sampled differently, stage by stage. --each also quantises every product alone.
-On a CPU e4m3 is emulated in float32: errors are those of a GPU, times are not.
+A variant is fp8 or int8, optionally with the layers that are not quantized (fp8:feed_forward.fc2,attention.proj), or another dtype as a
+baseline: any rounding changes some sampled codes, and then the image. "images" compares images. "errors" also works with random weights: it
+measures relative errors of logits for the same codes, and the share of codes or bits that are sampled differently, per stage. --each also
+quantizes every layer separately. On a CPU e4m3 is emulated in float32: errors are those of a GPU, times are not.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def errors_of(args: argparse.Namespace, variant: Variant, outliers: float, promp
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser = options(__doc__)
     parser.add_argument("task", choices=("images", "errors"))
-    parser.add_argument("variants", nargs="*", metavar="VARIANT", help="such as fp8 or int8; default: both")
+    parser.add_argument("variants", nargs="*", metavar="VARIANT", help="for example fp8 or int8; default: both")
     parser.add_argument("-m", "--model", default="nano")
     parser.add_argument("--size", type=parse_size)
     parser.add_argument("--batch", type=int, default=32)
@@ -95,15 +94,15 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--device")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--prompts", type=Path, help="images: held-out prompts")
-    parser.add_argument("--limit", type=int, help="images: prompts to take")
+    parser.add_argument("--limit", type=int, help="images: number of prompts")
     parser.add_argument("--metrics", type=Path, help="images: folder of the networks that compare images")
     parser.add_argument("--probe", type=Path, help="images: probes for agreement with the prompt")
-    parser.add_argument("--random-weights", action="store_true", help="errors: of a model of this layout")
-    parser.add_argument("--outliers", type=float, default=0.0, help="errors: also with channels that are so many times larger")
-    parser.add_argument("--each", action="store_true", help="errors: also every product alone")
+    parser.add_argument("--random-weights", action="store_true", help="errors: use random weights")
+    parser.add_argument("--outliers", type=float, default=0.0, help="errors: also measure with outlier channels larger by this factor")
+    parser.add_argument("--each", action="store_true", help="errors: also quantize each layer separately")
     args = parser.parse_intermixed_args(arguments)  # variants may come last
     if args.task == "images" and args.prompts is None:
-        parser.error("images are judged by prompts: add --prompts FILE")
+        parser.error("images needs --prompts FILE")
     variants = [Variant.parse(name) for name in args.variants or FORMATS]
     return record((judged_rows if args.task == "images" else error_rows)(args, variants), args.out)
 

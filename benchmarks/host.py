@@ -1,12 +1,12 @@
-"""What the host adds to a request: the time around generation and decoding, and where it goes.
+"""Measures the time that the host adds to a request, and its parts.
 
     python -m benchmarks.host -m infinity-2b --size 1024 --method stagevar --random-weights [--profile] [--out FILE]
 
-"device_ms" is what the device takes by its own events, "end_to_end_ms" what a caller waits, and "around_ms" the difference. The host's own
-part of it: "before_ms" until the first launch, "launching_ms" from there until all is launched, "beside_ms" what it does besides before it
-waits (copies, costs), "waiting_ms", and "after_ms" from the last result to the return of the call. A device that is busy hides launching
-and beside; before and after are always in the way. "images_ms" is what `out.images` takes afterwards. On a CPU, which launches nothing,
-before, beside and after are the host's part, as they are with a GPU: try it with a small model. Methods take turns.
+"device_ms" is the time of the device by its own events, "end_to_end_ms" the time of the call, and "around_ms" the difference. The host's
+time consists of "before_ms" until the first launch, "launching_ms" until the last, "beside_ms" for other work before it waits (copies,
+costs), "waiting_ms", and "after_ms" from the last result to the return. Launching and other work overlap with a busy device; before and
+after do not. "images_ms" is the time of `out.images` afterwards. On a CPU, before, beside and after are the host's time, as on a GPU.
+Methods alternate.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHOWN = r"nextscale/(pipeline|resolve|execute|output|request|report|sampling|gui
 
 @dataclass
 class Marks:
-    """When the last request came to the ends of its parts."""
+    """Times at which the phases of the last request ended."""
 
     at: dict[str, float] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ def marked(function: Callable[..., Any], marks: Marks, before: str | None, after
 
 @contextmanager
 def watched(pipe: Pipeline) -> Iterator[Marks]:
-    """Marks what the requests inside do."""
+    """Records the phases of requests inside the `with` block."""
     marks, model = Marks(), type(pipe.model)
     places = [
         (model, "prompt_inputs", "first launch", None),
@@ -89,7 +89,7 @@ def watched(pipe: Pipeline) -> Iterator[Marks]:
 
 @dataclass
 class Timed:
-    """Seconds of the requests of one method."""
+    """Times of the requests of one method in seconds."""
 
     device: list[float] = field(default_factory=list)
     end_to_end: list[float] = field(default_factory=list)
@@ -133,7 +133,7 @@ def times(pipe: Pipeline, size: Any, batch: int, methods: dict[str, Method], rep
 
 
 def profile(pipe: Pipeline, size: Any, batch: int, method: Method, repeats: int) -> None:
-    """Prints what Python functions take, of requests that were run before."""
+    """Prints a profile of the Python functions of warmed-up requests."""
     prompts, profiler = request_prompts(pipe, batch, 0), cProfile.Profile()
     pipe(prompts, seed=0, size=size, method=method)
     with profiler:
@@ -143,7 +143,7 @@ def profile(pipe: Pipeline, size: Any, batch: int, method: Method, repeats: int)
 
 
 def rows(pipe: Pipeline, args: argparse.Namespace, size: Any, methods: dict[str, Method]) -> Iterator[Row]:
-    """A row per method; all of them are measured together, when the first is asked for."""
+    """Yields a row per method; the first row measures all of them."""
     measured: dict[str, Timed] = {}
 
     def run(name: str) -> dict[str, Any]:
@@ -160,13 +160,13 @@ def rows(pipe: Pipeline, args: argparse.Namespace, size: Any, methods: dict[str,
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser = options(__doc__)
     parser.add_argument("-m", "--model", default="nano")
-    parser.add_argument("--size", type=int, help="side of square images in pixels; default: the model's")
+    parser.add_argument("--size", type=int, help="side of square images in pixels; by default the model's")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--method", action="append", help="as `nextscale generate` takes it; can be repeated")
+    parser.add_argument("--method", action="append", help="as in `nextscale generate`; can be repeated")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--random-weights", action="store_true")
-    parser.add_argument("--kv-dtype", choices=["int8"], help="in which keys and values are kept")
-    parser.add_argument("--profile", action="store_true", help="also show which functions take the time")
+    parser.add_argument("--kv-dtype", choices=["int8"], help="format of the KV cache")
+    parser.add_argument("--profile", action="store_true", help="also print a profile of functions")
     args = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32

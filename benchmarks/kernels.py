@@ -1,10 +1,10 @@
-"""The kernels alone: time, bytes per second, and the time of the same in plain torch.
+"""Measures each kernel: time, bytes per second, and the time of its torch reference.
 
     python -m benchmarks.kernels [--out FILE] [NAME ...]
 
-Sizes are those of infinity-2b at 1024 x 1024, guided: two rows; one image in the decoder. "mb" is what must be moved, every input once
-and every output once; "tb_s" that by the median time; "floor_ms" the least time at what a copy reaches on an H200. Memory is not flushed
-between runs except by the benchmark's own buffer, as triton.testing.do_bench does it.
+Sizes are those of infinity-2b at 1024 x 1024 with CFG (two rows), and of one image in the decoder. "mb" is the required traffic, every
+input and output once; "tb_s" is that divided by the median time; "floor_ms" is the minimum time at the copy speed of an H200. Between runs
+only triton.testing.do_bench clears the cache.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from nextscale.eval.results import Row
 
 from .results import measure, options, record, require_gpu
 
-COPY_TB_S = 4.3  # on an H200, read and written
+COPY_TB_S = 4.3  # reading and writing on an H200
 DIM, HEADS, HEAD_DIM, BITS = 2048, 16, 128, 32
 SIDES = (16, 32, 40, 64)  # of stages
 MEMORY = (24, 24)
 KEPT = 0.5
 MAPS = ((128, 1024), (256, 512), (512, 256), (512, 64))  # channels and side of levels of the decoder
-LAST_MAPS = ((128, 1024), (160, 256), (64, 512))  # of the last one: Infinity, VAR and nano
+LAST_MAPS = ((128, 1024), (160, 256), (64, 512))  # of the last level: Infinity, VAR and nano
 QUANTILES = (0.5, 0.2, 0.8)
 
 
@@ -119,7 +119,7 @@ def cases(device: str, dtype: torch.dtype, rows: int = 2) -> Iterator[Case]:
 
 
 def decoder_cases(device: str, dtype: torch.dtype) -> Iterator[Case]:
-    """In channels-last layout. The group norm has to read its input twice; numbers that are added to in place grow from run to run."""
+    """Yields cases in channels-last layout. Group norm reads its input twice. Inputs that are updated in place grow from run to run."""
     from nextscale.kernels.bias_residual import add_bias_residual_, add_bias_residual_reference
     from nextscale.kernels.group_norm import group_norm_silu, group_norm_silu_reference
     from nextscale.kernels.norm_conv import group_norm_silu_conv, group_norm_silu_conv_reference
@@ -165,7 +165,7 @@ def timed(case: Case) -> dict[str, Any]:
 
 
 def rows(names: Sequence[str]) -> Iterator[Row]:
-    """Rows of the kernels with these names; of all where none is given."""
+    """Yields rows of the kernels with these names, or of all without names."""
     for case in chain(cases("cuda", torch.bfloat16), decoder_cases("cuda", torch.bfloat16)):
         if names and case.kernel not in names:
             continue
@@ -176,7 +176,7 @@ def rows(names: Sequence[str]) -> Iterator[Row]:
 @torch.inference_mode()
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="kernels, such as norm_modulate; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="kernels, for example norm_modulate; default: all")
     args = parser.parse_args()
     require_gpu(parser, "kernels are measured")
     record(rows(args.names), args.out)

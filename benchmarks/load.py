@@ -1,13 +1,12 @@
-"""A server under load: requests that come on their own time, at half, all and twice of what it can do.
+"""Measures a server under load, with Poisson arrivals at 0.5, 1 and 2 times its capacity.
 
     python -m benchmarks.load --size 256 --max-batch 16 --seconds 20
     python -m benchmarks.load --door http --size 128 --max-batch 4 --seconds 20
 
-The door is the batcher itself, driven by threads, or `nextscale serve` in a process of its own over HTTP (extra `serve`). First it is asked
-for one image after the other, then for as many as it takes: the ratio is what batching brings. Then requests arrive by chance, whether
-earlier ones are answered or not. Their latency counts from the moment of arrival. At the end the door drains while requests still come,
-which are refused. Some images are then generated again, alone, and compared. With --same-images the door fills its batches up, and what is
-compared are images that such a door generates one at a time.
+The door is the batcher in this process, or `nextscale serve` in its own process over HTTP (extra `serve`). First, throughput is measured
+with one request at a time and with as many as fit; the ratio is the gain of batching. Then requests arrive independently of earlier
+answers, and latency is measured from arrival. At the end the door drains while requests still arrive, which are refused. Finally, some
+images are generated again, one at a time, and compared. With --same-images batches are padded to full size in both cases.
 """
 
 from __future__ import annotations
@@ -44,46 +43,46 @@ PROMPTS = (
     "a photo of a blue t-shirt",
     "an android style emoji of a cactus",
 )
-RATES = (0.5, 1.0, 2.0)  # of the capacity
-LATE_SHARE = 0.05  # of a run, during which the door drains
+RATES = (0.5, 1.0, 2.0)  # relative to the capacity
+LATE_SHARE = 0.05  # of a run, while the door drains
 GONE = 0
-ROUNDS = 3  # of measuring the capacity
-EQUAL_LEVELS = 1  # of 255: rounding at the edge of a level
+ROUNDS = 3  # for measuring the capacity
+EQUAL_LEVELS = 1  # of 255; allows for rounding
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What became of a request."""
+    """Result of a request."""
 
-    status: int  # GONE where the server had ended
-    seconds: float  # since it arrived
+    status: int  # GONE if the server had exited
+    seconds: float  # since arrival
     seed: int
-    image: Image.Image | None = None  # of those that are kept
+    image: Image.Image | None = None  # if kept for comparison
 
 
 class Door(Protocol):
-    """Where requests are answered."""
+    """An interface that answers requests."""
 
     @property
     def batches(self) -> list[int]:
-        """Images of each batch."""
+        """Sizes of all batches."""
         ...
 
     @property
     def batch_ms(self) -> dict[str, float]:
-        """Median milliseconds of a batch by its number of images; empty where the server does not tell."""
+        """Median milliseconds per batch size; empty if the server does not report them."""
         ...
 
     def ask(self, seed: int) -> Future[Answer]: ...
 
     def drain(self) -> None:
-        """Accepted requests finish, new ones are refused."""
+        """Finishes accepted requests and refuses new ones."""
 
     def close(self) -> None: ...
 
 
 def is_kept(seed: int) -> bool:
-    """Whether the image is kept for the comparison; all of them would be gigabytes."""
+    """Returns True if the image is kept for comparison; keeping all would take gigabytes."""
     return seed % 3 == 0
 
 
@@ -140,7 +139,7 @@ class BatcherDoor:
 
 
 def saturated(door: Door, images: int, at_a_time: int) -> float:
-    """Images per second with always so many requests under way."""
+    """Returns images per second with `at_a_time` concurrent requests."""
     begun, pending, left = time.monotonic(), set[Future[Answer]](), list(range(images))
     while left or pending:
         while left and len(pending) < at_a_time:
@@ -151,8 +150,8 @@ def saturated(door: Door, images: int, at_a_time: int) -> float:
 
 
 def rates(alone: Door, together: Door, max_batch: int, images: int) -> tuple[float, float]:
-    """Images per second one at a time and in batches, medians of rounds in turns, so that what else the machine does hits both."""
-    busy = 2 * max_batch  # the next batch waits while one runs
+    """Returns images per second one at a time and in batches, as medians of alternating rounds."""
+    busy = 2 * max_batch  # one batch runs while the next waits
     saturated(alone, 1, 1)
     saturated(together, busy, busy)
     found = [(saturated(alone, max(images // 4, 2), 1), saturated(together, max(images, 2 * max_batch), busy)) for _ in range(ROUNDS)]
@@ -162,7 +161,7 @@ def rates(alone: Door, together: Door, max_batch: int, images: int) -> tuple[flo
 
 
 def open_loop(door: Door, per_second: float, seconds: float, seed: int) -> tuple[list[Answer], float]:
-    """Poisson arrivals; the answers, and the seconds until the last accepted one."""
+    """Sends requests with Poisson arrivals; returns the answers and the seconds until the last one."""
     rng, answers = random.Random(seed), list[Future[Answer]]()
     begun, arrival, draining = time.monotonic(), 0.0, False
     while arrival < seconds * (1 + LATE_SHARE):
@@ -198,12 +197,12 @@ def summary(answers: Sequence[Answer], seconds: float, batches: Sequence[int]) -
 
 
 def image_of(answer: Answer) -> Image.Image:
-    assert answer.image is not None, f"an image that was generated alone has status {answer.status}"
+    assert answer.image is not None, f"a single request has status {answer.status}"
     return answer.image
 
 
 def compared(answers: Sequence[Answer], alone: Callable[[int], Image.Image], images: int) -> dict[str, Any]:
-    """Images from the crowd against the same ones generated alone."""
+    """Compares images generated under load with the same ones generated alone."""
     chosen = random.Random(0).sample([answer for answer in answers if answer.image is not None], images)
     worst, decibels = [], []
     for answer in chosen:
@@ -222,7 +221,7 @@ def compared(answers: Sequence[Answer], alone: Callable[[int], Image.Image], ima
 
 
 def warmed(pipeline: Pipeline, settings: dict[str, Any], max_batch: int, every_size: bool) -> float:
-    """Seconds of generating every batch size once, or the least and the largest; on a GPU this captures its graphs."""
+    """Generates every batch size, or the smallest and the largest, which captures CUDA graphs; returns the seconds."""
     begun = time.monotonic()
     for batch in range(1, max_batch + 1) if every_size else (1, max_batch):
         pipeline([prompt_of(image) for image in range(batch)], seed=0, warmup=True, **settings)
@@ -230,7 +229,7 @@ def warmed(pipeline: Pipeline, settings: dict[str, Any], max_batch: int, every_s
 
 
 def run(arguments: argparse.Namespace) -> Iterator[Row]:
-    """A row per rate, as it is measured."""
+    """Yields a row per rate."""
     pipeline = nextscale.load(arguments.model, device=arguments.device, dtype=getattr(torch, arguments.dtype) if arguments.dtype else None)
     settings: dict[str, Any] = {"size": parse_size(arguments.size)} | ({"method": arguments.method} if arguments.method else {})
     same = arguments.same_images
@@ -299,11 +298,11 @@ def main() -> None:
     parser.add_argument("--max-batch", type=int, default=16)
     parser.add_argument("--max-queue", type=int, default=64)
     parser.add_argument("--delay-ms", type=float, default=5.0)
-    parser.add_argument("--same-images", action="store_true", help="batches are filled up, so that images are the same in any company")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals, at each rate")
+    parser.add_argument("--same-images", action="store_true", help="pad batches to full size, so that images do not depend on the load")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of arrivals at each rate")
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
-    parser.add_argument("--probe-images", type=int, default=64, help="images of a round by which the capacity is measured")
-    parser.add_argument("--compared", type=int, default=16, help="images that are generated again, alone")
+    parser.add_argument("--probe-images", type=int, default=64, help="images per round for measuring the capacity")
+    parser.add_argument("--compared", type=int, default=16, help="images to generate again for comparison")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     for row in run(arguments):

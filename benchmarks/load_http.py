@@ -1,4 +1,4 @@
-"""`nextscale serve` in a process of its own, asked over HTTP by threads."""
+"""`nextscale serve` in a separate process, called over HTTP from threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nextscale.cli.parse import parse_size
 
 from .load import GONE, Answer, is_kept, prompt_of
 
-CONNECTIONS = 512  # at a time
+CONNECTIONS = 512  # concurrent
 
 
 class HttpDoor:
@@ -44,12 +44,12 @@ class HttpDoor:
         self._process = subprocess.Popen([sys.executable, "-m", "nextscale", "serve", *given], stderr=subprocess.PIPE, text=True)
         self._port = self._started()
         self._pool = ThreadPoolExecutor(CONNECTIONS)
-        self._companies: list[int] = []  # of every image: how many were in its batch
+        self._batch_sizes: list[int] = []  # for every image
         self._draining = False
 
     @property
     def batches(self) -> list[int]:
-        return [size for size, images in Counter(self._companies).items() for _ in range(round(images / size))]
+        return [size for size, images in Counter(self._batch_sizes).items() for _ in range(round(images / size))]
 
     @property
     def batch_ms(self) -> dict[str, float]:
@@ -62,9 +62,9 @@ class HttpDoor:
             if found := re.search(r"running on http://\S+:(\d+)", line):
                 port = int(found[1])
             if "ready: " in line:
-                ThreadPoolExecutor(1).submit(self._process.stderr.read)  # so that its log never fills the pipe
+                ThreadPoolExecutor(1).submit(self._process.stderr.read)  # keeps the log pipe from filling up
                 return port
-        raise RuntimeError(f"the server ended with {self._process.wait()}")
+        raise RuntimeError(f"the server exited with code {self._process.wait()}")
 
     def ask(self, seed: int) -> Future[Answer]:
         return self._pool.submit(self._ask, seed, time.monotonic())
@@ -85,7 +85,7 @@ class HttpDoor:
         if response.status != 200:
             return Answer(response.status, seconds, seed)
         image = content["data"][0]
-        self._companies.append(image["report"]["batch"])
+        self._batch_sizes.append(image["report"]["batch"])
         picture = Image.open(io.BytesIO(base64.b64decode(image["b64_json"]))) if is_kept(seed) else None
         return Answer(200, seconds, seed, picture)
 

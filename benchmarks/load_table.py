@@ -1,4 +1,4 @@
-"""The tables of docs/guides/serve.md: what a server does under load, from the rows that `benchmarks.load` has written."""
+"""The tables of docs/guides/serve.md, from the rows of `benchmarks.load`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from nextscale.eval.results import Row
 
 from .cells import Column, table_of
 
-# What a run was made with; of those that are alike the last counts.
+# Columns that identify a case; the last row of each case is shown.
 CASE = ("hardware", "door", "model", "size", "dtype", "method", "same_images")
-STATUSES = ("200", "429", "503")  # of answers
+STATUSES = ("200", "429", "503")  # HTTP status codes
 
 
 def load_rows(rows: list[Row]) -> list[Row]:

@@ -1,15 +1,14 @@
-"""Measures the peaks of the recipes in docs/guides/memory.md, within the memory of the card that each is for.
+"""Measures the peak memory of the recipes in docs/guides/memory.md, limited to the memory of each recipe's card.
 
     python -m benchmarks.memory [--recipe NAME ...] [--weights published] [--text-encoder PATH] [--engines eager graphs] [--out FILE]
 
-A recipe runs with random weights unless published ones are asked for. Torch is not allowed more memory than the card has, less what a
-context of CUDA takes; what does not fit is a row with an error. "peak_gb" is the largest of the turns: "encoding_gb" while a prompt is
-encoded, "generating_gb" from there to the image. Without a text encoder its turn is not measured but filled: memory of the size that its
-published weights have lies beside the model meanwhile.
+Weights are random by default. Torch's memory is limited to that of the card minus a CUDA context; running out of memory gives a row with an
+error. "encoding_gb" is the peak while a prompt is encoded, "generating_gb" the peak from there to the image, and "peak_gb" the larger one.
+With random weights the text encoder is replaced by an allocation of its published size.
 
-All of these are what torch has reserved, with blocks that it keeps for later: in eager generation these grow with every stage, as far as
-the limit allows, and are given back before anything fails. "allocated_gb" is what was in use at once from the prompt's features to the
-image, which is what "predicted_gb", that of `nextscale plan`, speaks of. `python -m benchmarks.tables` writes the table.
+These values are the memory that torch has reserved, which includes cached blocks; in eager mode those grow with every stage up to the
+limit, and are released before an allocation fails. "allocated_gb" is the memory in use from the prompt's features to the image, which
+"predicted_gb" of `nextscale plan` estimates. `python -m benchmarks.tables` writes the table.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from nextscale.planning.memory import ASSUMED_KEPT, request_memory
 from .results import measure, options, record, require_gpu
 
 GIB = 2**30
-CONTEXT = 0.6 * GIB  # of a card, for CUDA itself: 0.5 GiB were measured on an H200
+CONTEXT = 0.6 * GIB  # reserved for CUDA; 0.5 GiB were measured on an H200
 PROMPT = "a lighthouse on a cliff in a storm, waves against the rocks, oil on canvas"
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A model on a card that is small for it."""
+    """A model and a card with little memory for it."""
 
     model: str
     card: int  # GiB
@@ -79,7 +78,7 @@ def peak_since(reset: bool = True) -> int:
 
 
 def encoded(pipe: Pipeline, recipe: Recipe, published: bool) -> tuple[Any, int]:
-    """A prompt that is read, and the peak of reading it."""
+    """Returns an encoded prompt and the peak memory of encoding it."""
     peak_since()
     if published:
         prompts = pipe.reader.read(PROMPT)
@@ -93,7 +92,7 @@ def encoded(pipe: Pipeline, recipe: Recipe, published: bool) -> tuple[Any, int]:
 
 
 def predicted(recipe: Recipe) -> dict[str, int]:
-    """Bytes of each turn, without weights and without a GPU."""
+    """Returns the predicted bytes of each phase; needs neither weights nor a GPU."""
     spec = model_spec(recipe.model)
     model, tokenizer = without_weights(spec, torch.bfloat16, **recipe.options)
     schedule = spec.settings.schedules.choose(None, None)
@@ -142,9 +141,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--recipe", nargs="+", default=list(RECIPES), choices=list(RECIPES))
     parser.add_argument("--engines", nargs="+", default=["eager", "graphs"], choices=["eager", "graphs"])
     parser.add_argument("--weights", default="random", choices=["random", "published"])
-    parser.add_argument("--text-encoder", help="folder or hub name, with published weights")
+    parser.add_argument("--text-encoder", help="folder or hub name; for published weights")
     args = parser.parse_args(arguments)
-    require_gpu(parser, "`nextscale plan` predicts memory everywhere, and it is measured")
+    require_gpu(parser, "memory is measured")
     return record(rows(args), args.out)
 
 

@@ -1,4 +1,4 @@
-"""The table of docs/guides/memory.md: what low-memory recipes are predicted to take, and what `benchmarks.memory` has measured of them."""
+"""The table of docs/guides/memory.md: predicted memory of the recipes, and peaks measured by `benchmarks.memory`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def memory_table(rows: Sequence[Row]) -> str:
         taken = [peak(measured.get((name, engine))) for engine in ENGINES]
         lines.append([f"{recipe.card} GB", f"`{command(recipe)}`", gib(turns["encoding"]), gib(turns["generating"]), *taken])
     heads = ["card", "command", "encoding", "generating, decoding", *(f"measured, {engine}" for engine in ENGINES)]
-    note = "One guided image of 1024 x 1024 pixels, bfloat16. Encoding, generating and decoding are predicted; measured is the larger."
+    note = "One image of 1024 x 1024 pixels with CFG, bfloat16. Columns 3 and 4 are predicted; the larger peak is measured."
     where = sorted({f" {row['hardware']}, torch {row['torch']}, {row['weights']} weights." for row in measured.values()})
     return table(heads, "ll" + "r" * (2 + len(ENGINES)), lines, note + "".join(where))
 

@@ -1,6 +1,6 @@
 """Fills research/notes/observations.md: `python -m benchmarks.observations [RUN]`, where RUN is a folder of `nextscale_research observe`.
 
-Figures and tables come from the numbers alone; without RUN those of the last one are drawn again.
+Without RUN the figures and tables are drawn again from the stored numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOT_YET = "Not measured yet."
 CAPTIONS = {
     "frequency": "What each stage changes",
     "blocks": "Where each block acts",
-    "prompt": "What the prompt does from a stage on",
+    "prompt": "Influence of the prompt from a stage on",
     "rank": "Directions of the features",
 }
 SHEETS = {"frequency": "stages", "blocks": "blocks", "prompt": "prompts"}
@@ -41,12 +41,12 @@ def number(value: float | None, digits: int = 2) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """All columns to the right."""
+    """Returns a table with right-aligned columns."""
     return cells.table(heads, "r" * len(heads), rows)
 
 
 def stage_name(sizes: Sequence[Sequence[int]], stage: int) -> str:
-    """The number of a stage and the size of its grid."""
+    """Returns the number of a stage and its grid size."""
     height, width = sizes[stage]
     return f"{stage} ({height}x{width})"
 
@@ -109,7 +109,7 @@ def rank_table(found: Observations) -> str:
 
 
 def mean_of_blocks(curves: Sequence[Curve], stage: int) -> float:
-    """Of one stage."""
+    """Returns the mean of one stage over several curves."""
     return sum(late_mean(curve, range(stage, stage + 1)) for curve in curves) / len(curves)
 
 
@@ -132,12 +132,12 @@ def blocks_of_page(found: Observations | None, folder: Path = FOLDER) -> dict[st
 
 
 def take_over(run: Path) -> None:
-    """Numbers and sheets of a run become those of the page."""
+    """Copies numbers and sheets of a run to the folder of the page."""
     FOLDER.mkdir(exist_ok=True)
     shutil.copyfile(run / NUMBERS.name, NUMBERS)
     for name in SHEETS.values():
         with Image.open(run / f"{name}.png") as sheet:
-            write_image(sheet.convert("RGB"), FOLDER / f"{name}.webp")  # a tenth of the bytes
+            write_image(sheet.convert("RGB"), FOLDER / f"{name}.webp")  # a tenth of the size
 
 
 def main(*run: str) -> None:

@@ -1,4 +1,4 @@
-"""The one results file: a row per measurement, with the machine, the versions and the settings it belongs to."""
+"""The results file: a row per measurement with hardware, versions and settings."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ RESULTS = Path(__file__).parent / "results.jsonl"
 
 
 def options(about: str | None) -> argparse.ArgumentParser:
-    """A parser with what all benchmarks take. about: what the benchmark says of itself, of which the help shows the first line."""
+    """Returns a parser with the options of all benchmarks; its description is the first line of `about`."""
     parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=RESULTS, help="file to which rows are added")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file to append rows to")
     return parser
 
 
 def require_gpu(parser: argparse.ArgumentParser, what: str) -> None:
-    """Ends the program where there is no GPU."""
+    """Exits with an error if there is no GPU."""
     if not torch.cuda.is_available():
         parser.error(f"{what} on a GPU")
 
 
 def measure(benchmark: str, config: dict[str, Any], run: Callable[[], dict[str, Any]]) -> Row:
-    """Runs one measurement; what fails becomes a row too."""
+    """Runs one measurement; errors are returned as a row."""
     row: Row = {"benchmark": benchmark, **config, **where(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}
     try:
         row |= run()
@@ -39,7 +39,7 @@ def measure(benchmark: str, config: dict[str, Any], run: Callable[[], dict[str, 
 
 
 def record(rows: Iterable[Row], out: Path) -> list[Row]:
-    """Adds rows to the file one by one, as they are measured, and shows them."""
+    """Appends rows to the file as they are measured, and prints them."""
     found = []
     for row in rows:
         append_rows([row], out)

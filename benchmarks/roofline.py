@@ -1,5 +1,5 @@
-"""The roofline of a request: its least time if arithmetic ran at the measured rate of one large matrix product, and if weights were read
-once in every stage at the measured rate of a copy."""
+"""The roofline of a request: its minimum time at the measured speed of a large matrix product, reading weights once per stage at the
+measured speed of a copy."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from nextscale.models.quantization import Quantize
 from nextscale.planning.cost import BlockMacs, StageCost, Workload, request_cost
 
 MATRIX_SIDE, COPIED_BYTES = 8192, 2**31  # on a GPU
-SMALL_SIDE, SMALL_BYTES = 256, 2**22  # elsewhere, where the roofline matters little
+SMALL_SIDE, SMALL_BYTES = 256, 2**22  # elsewhere
 TIMED = 20  # runs
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured rates of the machine, per second."""
+    """Measured speeds of the machine, per second."""
 
-    flops: float  # a MAC is two
-    bytes: float  # read and written
-    linear_flops: float | None = None  # of the products of blocks where they run in another format; None: the same
+    flops: float  # a MAC counts as two
+    bytes: float  # reading and writing
+    linear_flops: float | None = None  # of the blocks' linear layers, if they run in another format
 
     @staticmethod
     def measured(device: torch.device, dtype: torch.dtype, quantize: Quantize | None = None) -> Rates:
@@ -44,7 +44,7 @@ class Rates:
 
 
 def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Median time of several runs after a few that are not timed."""
+    """Returns the median time of several runs after a warmup."""
     clock = Timer(device)
     for number in range(-3, TIMED):
         clock.start("work", number)
@@ -55,17 +55,17 @@ def _seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Least times in seconds."""
+    """Minimum times in seconds."""
 
     arithmetic: float  # of all stages
-    reading: float  # weights, in every stage that runs
-    both: float  # per stage the longer of the two, since they can overlap
+    reading: float  # of weights, once per stage that runs
+    both: float  # the larger of the two per stage, because they overlap
 
 
 def request_roofline(model: NextScaleModel, workload: Workload, shares: Sequence[float], rates: Rates) -> Roofline:
-    """The roofline of generation, without decoding, reading keys and values, and everything that is no matrix product.
+    """Returns the roofline of generation, without decoding, KV cache reads and operations other than matrix products.
 
-    shares: MACs of every stage against dense generation, as a report gives them; 0 where it is skipped.
+    shares: MACs of every stage relative to dense generation, as in a report; 0 for skipped stages.
     """
     block = BlockMacs.of(model, workload)
     of_blocks = len(model.blocks) * (block.attention + block.text + block.feed_forward)
@@ -82,7 +82,7 @@ def _seconds_of(stage: StageCost, rates: Rates) -> float:
 
 
 def _fp8_flops(matrix: torch.Tensor) -> float:
-    """Rate of a square product in e4m3, of a size like `matrix`, on a GPU."""
+    """Returns the speed of a square e4m3 matrix product of the size of `matrix`, on a GPU."""
     a, one = matrix.to(E4M3), torch.ones((), device=matrix.device)
     seconds = _seconds(matrix.device, lambda: torch._scaled_mm(a, a.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True))
     return 2 * matrix.shape[0] ** 3 / seconds

@@ -1,9 +1,9 @@
-"""What files cost: images a second of `nextscale sample`, against the same batches without files.
+"""Compares images per second of `nextscale sample` with generating the same batches without writing files.
 
     python -m benchmarks.sample -m nano --size 512 --batch 32 [--batches 12] [--method stagevar] [--random-weights] [--out FILE]
 
-"written_per_s" is what `sample` reports: all batches but the first, until the last file is there. "generated_per_s" is what calls of the
-pipeline with the same prompts take, from prompts to pixels on the device. Both take turns; "share" is their ratio, turn by turn.
+"written_per_s" is the speed that `sample` reports for all batches but the first, until the last file is written. "generated_per_s" is the
+speed of calling the pipeline with the same prompts, up to pixels on the device. Both alternate; "share" is their ratio per round.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def planned(pipe: Pipeline, size: int | None, batch: int, batches: int) -> list[
 def written_per_second(pipe: Pipeline, method: Method, batches: Sequence[Batch]) -> float:
     with TemporaryDirectory() as folder, working_folder(Path(folder), Shard()) as work:
         speed = sample(lambda: pipe, {"method": method}, batches, Store(Path(folder), work, Shard(), {}, {})).images_per_second
-    assert speed is not None, "there are two batches at least"
+    assert speed is not None, "there are at least two batches"
     return speed
 
 
 def generated_per_second(generator: Generator, batches: Sequence[Batch], device: torch.device) -> float:
-    """As `sample` counts: the first batch is not timed."""
+    """Returns images per second without the first batch, as `sample` does."""
     generator.output(batches[0])
     wait(device)
     begun = time.perf_counter()
@@ -77,15 +77,15 @@ def speeds(pipe: Pipeline, method: Method, batches: Sequence[Batch], repeats: in
 def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser = options(__doc__)
     parser.add_argument("-m", "--model", default="nano")
-    parser.add_argument("--size", type=int, help="side of square images in pixels; default: the model's")
+    parser.add_argument("--size", type=int, help="side of square images in pixels; by default the model's")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--batches", type=int, default=12, help="two or more; the first is not timed")
+    parser.add_argument("--batches", type=int, default=12, help="at least 2; the first is not timed")
     parser.add_argument("--method", default="dense")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--random-weights", action="store_true")
     args = parser.parse_args(arguments)
     if args.batches < 2:
-        parser.error("--batches: two at least, since the first is not timed")
+        parser.error("--batches must be at least 2, because the first is not timed")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     pipe = (partial(random_pipeline, dtype=dtype) if args.random_weights else load)(args.model, device=device)

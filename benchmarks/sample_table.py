@@ -1,4 +1,4 @@
-"""The table of docs/guides/many-images.md: what files cost, from the rows that `benchmarks.sample` has written."""
+"""The table of docs/guides/many-images.md, from the rows of `benchmarks.sample`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from nextscale.eval.results import Row
 
 from .cells import BATCH, IMAGE, METHOD, MODEL, Column, table_of
 
-# What a run was made with; of those that are alike the last counts.
+# Columns that identify a case; the last row of each case is shown.
 CASE = ("hardware", "model", "size", "batch", "method", "dtype")
 
 
 def sample_table(rows: list[Row]) -> str:
-    """Empty where nothing was measured."""
+    """Returns the table, or an empty string without measurements."""
     found = {str([row[name] for name in CASE]): row for row in rows if row["benchmark"] == "sample" and "error" not in row}
     columns = (
         Column("machine", lambda row: f"{row['hardware']}, {row['dtype']}", "l"),
@@ -23,10 +23,10 @@ def sample_table(rows: list[Row]) -> str:
         Column("without", lambda row: rate(row, "generated_per_s")),
         Column("share", lambda row: f"**{row['share']['median']:.0%}** ({row['share']['p20']:.0%}–{row['share']['p80']:.0%})"),
     )
-    note = "Medians (20th–80th percentile) of turns; all batches but the first. With files: PNG files and their lines in the manifest."
+    note = "Medians (20th to 80th percentile) of rounds, without the first batch. With files: PNG files and the manifest."
     return table_of(columns, list(found.values()), note) if found else ""
 
 
 def rate(row: Row, name: str) -> str:
-    """Empty for a CPU, whose speed says nothing of another one's."""
+    """Returns images per second; empty for CPUs, whose speeds are not comparable."""
     return "" if row["hardware"].startswith("CPU") else f"{row[name]['median']:.3g}"

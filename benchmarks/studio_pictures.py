@@ -17,7 +17,7 @@ from playwright.sync_api import sync_playwright
 FOLDER = Path(__file__).parent.parent / "docs" / "studio"
 CHROMIUM = "/usr/bin/chromium"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"]
-MINUTES = 5 * 60_000  # milliseconds: a CPU takes its time
+MINUTES = 5 * 60_000  # milliseconds
 LAPTOP, DESKTOP, PHONE = (1280, 800), (1920, 1080), (390, 844)
 FASTER = "input[name=speed][value='auto:speedup=2']"
 
@@ -53,7 +53,7 @@ def pictures(page: Any) -> None:
     empty = shot(page, PHONE, "light")
     page.set_viewport_size({"width": LAPTOP[0], "height": LAPTOP[1]})
     page.fill("#prompt", "a 3D icon of a red apple")
-    run(page, "#used-seed")  # at best quality, so that the next one is measured
+    run(page, "#used-seed")  # at best quality, as the reference of the next one
     page.check(FASTER, force=True)
     run(page, "#likeness:not(:text('–'))")
     store("generate", shot(page, LAPTOP, "light"))

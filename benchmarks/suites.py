@@ -1,6 +1,6 @@
 """Measures the cases of the speed tables: `python -m benchmarks.suites [NAME ...]`, where NAME is a case, a suite or a model.
 
-Each row is that of `nextscale bench` with more columns: stages, predicted memory, roofline and energy. Weights are random.
+Rows are those of `nextscale bench` with additional columns: stages, predicted memory, roofline and energy. Weights are random.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .results import options, record
 from .roofline import Rates, request_roofline
 
 SPARSE = "SparseVAR, 30 % kept"
-SPARSEVAR = SparseVAR(keep=0.25)  # random weights have detail everywhere: no threshold is typical. With one anchor in 16 cells 30 %
+SPARSEVAR = SparseVAR(keep=0.25)  # a budget, because random weights have detail everywhere; 30 % with one anchor per 16 cells
 ALL = "all"
 
 TIMED_METHODS: Mapping[str, tuple[Method | str, ...]] = {
@@ -57,28 +57,28 @@ PEERS: Mapping[str, tuple[Method | str, ...]] = {
     "SparVAR": ("sparvar",),
     "SparVAR, windows alone": ("sparvar:choosing=0",),
 }
-"""The other methods of the papers' tables, at their own settings."""
+"""The comparison methods of the papers, with their own settings."""
 PUBLISHED = (SPARSE, "FastVAR", "StageVAR")
 SKIPPED_AND_PUBLISHED = ("skip the last two stages", *PUBLISHED)
-FROM_NINE = "sparsevar:keep=0.25,first_stage=9"  # a stage earlier than its default
-RANKS_ELSEWHERE = 0.177  # random weights have no ranks: the mean of Infinity-2B's at 40x40, for models without a published table
+FROM_NINE = "sparsevar:keep=0.25,first_stage=9"  # one stage before its default
+RANKS_ELSEWHERE = 0.177  # Infinity-2B's mean rank ratio at 40x40, for models without a published table
 
 
 @dataclass(frozen=True)
 class Case:
-    """Dense generation and some methods, on requests of one model, size and batch."""
+    """Dense generation and other methods for one model, size and batch."""
 
     name: str
     model: str
     size: tuple[int, int]
     batch: int = 1
-    methods: tuple[str, ...] = ()  # besides dense generation
-    suite: str = "current"  # "growth" and "throughput" have tables of their own
-    ranks: float | None = None  # of StageVAR, for models without published ones
-    seconds: int = 30  # estimated on an H200 with five repeats: loading, capturing, timing, metering
+    methods: tuple[str, ...] = ()  # in addition to dense generation
+    suite: str = "current"  # "growth" and "throughput" have separate tables
+    ranks: float | None = None  # for StageVAR, if the model has no published ranks
+    seconds: int = 30  # estimated on an H200 with five repeats, including loading and capture
 
 
-# Every row of the tables, so that all can be measured on one commit.
+# All rows of the tables, so that they can be measured at one commit.
 CASES = (
     Case("2b-1024", "infinity-2b", (1024, 1024), methods=(ALL,), seconds=110),
     Case("2b-1024-peers", "infinity-2b", (1024, 1024), methods=("peers", FROM_NINE), seconds=120),
@@ -108,11 +108,11 @@ CASES = (
     Case("flexvar-d24-512", "flexvar-d24", (512, 512), seconds=20),
     Case("nano-512-batch32", "nano", (512, 512), batch=32, seconds=15),
 )
-APART = ("growth", "throughput")  # suites with tables of their own
+APART = ("growth", "throughput")  # suites with separate tables
 
 
 def chosen_cases(names: Sequence[str]) -> list[Case]:
-    """Returns the cases with such a name, suite or model; all without names."""
+    """Returns the cases of these names, suites or models; all without names."""
     known = {word for case in CASES for word in (case.name, case.suite, case.model)}
     if unknown := [name for name in names if name not in known]:
         raise SystemExit(f"NAME must be one of {', '.join(sorted(known))}; got {unknown[0]!r}")
@@ -120,7 +120,7 @@ def chosen_cases(names: Sequence[str]) -> list[Case]:
 
 
 def part_of(cases: Sequence[Case], part: int, parts: int) -> list[Case]:
-    """Returns neighboring cases that take about as long as every other part; parts count from 0."""
+    """Returns consecutive cases that take about one of `parts` equal shares of the time; `part` counts from 0."""
     total, begun = sum(case.seconds for case in cases), 0
     found = []
     for case in cases:
@@ -131,7 +131,7 @@ def part_of(cases: Sequence[Case], part: int, parts: int) -> list[Case]:
 
 
 def left(cases: Sequence[Case], rows: Iterable[Row], here: Row) -> list[Case]:
-    """Returns the cases without rows of this machine, commit and format."""
+    """Returns the cases that have no rows of this machine, commit and format."""
     known = {(row["suite"], row["case"]) for row in rows if "suite" in row and all(row.get(name) == here[name] for name in SAME)}
     return [case for case in cases if (case.suite, case.name) not in known]
 
@@ -141,9 +141,9 @@ LISTS: Mapping[str, Iterable[str]] = {ALL: TIMED_METHODS, "peers": PEERS}
 
 
 def timed_methods(names: Iterable[str], ranks: float | None = None) -> dict[str, Method]:
-    """Returns the methods of names above, of the lists "all" and "peers", or of settings such as "fastvar + skip:last=1".
+    """Returns methods by name, by list ("all" or "peers") or by settings such as "fastvar + skip:last=1".
 
-    ranks: of StageVAR, instead of those published for the model.
+    ranks: for StageVAR, instead of the published ones.
     """
     known: dict[str, tuple[Method | str, ...]] = {**TIMED_METHODS, **PEERS}
     if ranks is not None:
@@ -156,7 +156,7 @@ def timed_methods(names: Iterable[str], ranks: float | None = None) -> dict[str,
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of a run that all cases share."""
+    """Settings that all cases of a run share."""
 
     device: torch.device
     dtype: torch.dtype
@@ -165,11 +165,11 @@ class Plan:
     rates: Rates
     meter: EnergyMeter | None = None
     quantize: Quantize | None = None
-    step: str | None = None  # in the waterfall
+    step: str | None = None  # row label in the step-by-step table
 
 
 def rows_of(cases: Sequence[Case], plan: Plan) -> Iterator[Row]:
-    """Measures model by model, with the weights of one at a time in memory. A model that cannot be built is a row per method."""
+    """Measures the cases model by model. If a model cannot be created, every method gets a row with the error."""
     for model in dict.fromkeys(case.model for case in cases):
         pipe: Pipeline | Exception
         try:
@@ -211,9 +211,9 @@ def failed_rows(case: Case, plan: Plan, error: Exception) -> list[Row]:
 
 
 def more_columns(runner: Runner, case: Case, plan: Plan) -> Row:
-    """Returns the columns that `nextscale bench` does not have."""
+    """Returns the columns in addition to `nextscale bench`."""
     pipe, reports = runner.pipe, [one.report for one in runner.timed]
-    first, stages = reports[0], [*zip(*(report.stages for report in reports), strict=True)]  # per stage the reports of all rounds
+    first, stages = reports[0], [*zip(*(report.stages for report in reports), strict=True)]  # reports of all rounds per stage
     workload = request_workload(pipe, case)
     method = pipe.settled(runner.method, workload.schedule, workload.images)
     plans = method.forecast(pipe.model, workload.schedule, workload.guided, ASSUMED_KEPT)
@@ -238,18 +238,18 @@ def more_columns(runner: Runner, case: Case, plan: Plan) -> Row:
 
 
 def request_workload(pipe: Pipeline, case: Case) -> Workload:
-    """Returns a request of the case as its MACs and memory are counted."""
+    """Returns the workload of a case for counting MACs and memory."""
     text = max(text_lengths(pipe, case.batch)) if pipe.model.stack[0].has_text else 0
     return Workload(pipe.settings.schedules.choose(case.size, None), case.batch, text_tokens=text, refine=pipe.settings.sampling.refine)
 
 
 def step_of(row: Row) -> str:
-    """Returns the step of the waterfall: the given name, or the engine and whether it ran without kernels."""
+    """Returns the row label in the step-by-step table: the given name, or the engine and whether it ran without kernels."""
     return row.get("step") or (row["engine_asked"] if row["kernels"] else f"{row['engine_asked']}, plain torch")
 
 
 def known_percentiles_ms(reports: Sequence[Sequence[float | None]]) -> dict[str, float] | None:
-    """Returns percentiles of the sums over measured stages; None if a report has none, as those of captured graphs."""
+    """Returns percentiles of the sums over measured stages; None if a report has no times, as with CUDA graphs."""
     known = [[seconds for seconds in stages if seconds is not None] for stages in reports]
     return percentiles_ms([sum(stages) for stages in known]) if all(known) else None
 
@@ -259,12 +259,12 @@ def known_percentiles_ms(reports: Sequence[Sequence[float | None]]) -> dict[str,
 
 def parser() -> argparse.ArgumentParser:
     parser = options(__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="cases, suites or models; all without names")
-    parser.add_argument("--shard", default="0/1", metavar="i/N", help="part of the cases: 0/3 to 2/3, about equally long")
-    parser.add_argument("--resume", action="store_true", help="leave out cases with rows of this commit and machine")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="cases, suites or models; default: all")
+    parser.add_argument("--shard", default="0/1", metavar="i/N", help="part of the cases, for example 0/3 to 2/3, of similar duration")
+    parser.add_argument("--resume", action="store_true", help="skip cases that have rows of this commit and machine")
     parser.add_argument("--repeats", type=int, default=10, metavar="N", help="timed rounds")
-    parser.add_argument("--engine", choices=ENGINES, help="default: graphs, on the CPU eager")
-    parser.add_argument("--step", metavar="NAME", help="name of the rows in the waterfall; they are in no other table")
+    parser.add_argument("--engine", choices=ENGINES, help="default: graphs; eager on the CPU")
+    parser.add_argument("--step", metavar="NAME", help="label of the rows in the step-by-step table; they appear in no other table")
     parser.add_argument("--quantize", choices=FORMATS, help="format of the weights")
     parser.add_argument("--device", help="cpu, cuda or cuda:N")
     return parser

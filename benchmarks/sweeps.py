@@ -1,7 +1,6 @@
-"""The papers' sweeps as a table and a figure of research/notes/observations.md: `python -m benchmarks.sweeps [ROWS]`.
+"""Table and figure of the papers' sweeps in research/notes/observations.md: `python -m benchmarks.sweeps [ROWS]`.
 
-ROWS is a file that `nextscale_research quality` wrote with these lists; its rows are added to the results. Without it those of the last one
-are drawn again.
+ROWS is a file of `nextscale_research quality` with these lists, whose rows are added to the results. Without it the last rows are used.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .shown_rows import image
 SWEEPS = {
     "fastvar-scales": "FastVAR: pairs of stages",
     "fastvar-ratios": "FastVAR: ratio at the last stage",
-    "fastvar-cache": "FastVAR: stage that is cached",
+    "fastvar-cache": "FastVAR: cached stage",
     "stagevar-ranks": "StageVAR: rank of the last stage",
     "stagevar-alphas": "StageVAR: energy kept at the last stage",
     "sparsevar-anchors": "SparseVAR: one anchor in n x n cells",
@@ -33,11 +32,11 @@ SWEEPS = {
 ALPHAS = tuple(f"alpha {alpha}" for alpha in (0, 0.8, 0.9, 0.96, 0.99))  # stagevar_variants:alphas={LAST: alpha},ranks=measured
 SKIPPED = "skip:"
 COLUMNS, SIZE = 4, (12.5, 5.6)  # of panels; inches
-APART = 0.2, 0.012  # of MACs and of LPIPS, between points that are named
+APART = 0.2, 0.012  # minimum distance of labeled points, in MACs and LPIPS
 
 
 def swept(rows: Sequence[Row]) -> tuple[Row, dict[str, list[Row]]]:
-    """Dense generation of the last run that has a row of every list, and the rows of each list; skipping is in all."""
+    """Returns dense generation of the last run that has all lists, and the rows of each list, including skipping."""
     known = judged(rows)
     for dense in (row for row in reversed(known) if row["method"] == DENSE):
         spec = model_spec(dense["model"])
@@ -48,7 +47,7 @@ def swept(rows: Sequence[Row]) -> tuple[Row, dict[str, list[Row]]]:
         lists = {name: [*skipped, *(found[one] for one in labels[name] if one in found)] for name in SWEEPS}
         if all(len(own) > len(skipped) for own in lists.values()):
             return dense, lists
-    raise SystemExit(f"no run has rows of all of {', '.join(SWEEPS)}: `python -m nextscale_research quality --method LIST ...` makes them")
+    raise SystemExit(f"no run has rows of all of {', '.join(SWEEPS)}; run `python -m nextscale_research quality --method LIST ...`")
 
 
 def sweeps_table(dense: Row, lists: Mapping[str, Sequence[Row]]) -> str:
@@ -63,13 +62,13 @@ def sweeps_table(dense: Row, lists: Mapping[str, Sequence[Row]]) -> str:
     shown = [row | {"sweep": SWEEPS[name]} for name, own in lists.items() for row in own if not row["method"].startswith(SKIPPED)]
     note = (
         f"`{dense['model']}`, {dense['images']} held-out prompts, {image(dense)}, the same seeds; {dense['hardware']}, {dense['dtype']};"
-        " 95 % bootstrap intervals. MACs in the place of times."
+        " 95 % bootstrap intervals."
     )
     return table_of(columns, [*skipped, *shown], note)
 
 
 def sweeps_svg(lists: Mapping[str, Sequence[Row]]) -> str:
-    """A panel per sweep: distance to dense against MACs, plain skipping in grey."""
+    """Draws a panel per sweep: LPIPS to dense against MACs, with stage skipping in gray."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -78,18 +77,18 @@ def sweeps_svg(lists: Mapping[str, Sequence[Row]]) -> str:
         panels = figure.subplots(-(-len(lists) // COLUMNS), COLUMNS, sharex=True, sharey=True).flat
         for (name, own), axes in zip(lists.items(), panels, strict=False):
             named: list[tuple[float, float]] = []
-            for colour, chosen in ((GREY, True), (BLUE, False)):
+            for color, chosen in ((GREY, True), (BLUE, False)):
                 drawn = [row for row in own if row["method"].startswith(SKIPPED) == chosen]
                 points = sorted((row["cost_share"], row["lpips"]["value"], row["method"]) for row in drawn)
-                axes.plot([x for x, _, _ in points], [y for _, y, _ in points], color=colour, marker="o", markersize=3, lw=0.8)
+                axes.plot([x for x, _, _ in points], [y for _, y, _ in points], color=color, marker="o", markersize=3, lw=0.8)
                 for x, y, label in points:
                     if any(abs(x - left) < APART[0] and abs(y - below) < APART[1] for left, below in named):
-                        continue  # its name would cover another; the table has all
+                        continue  # labels would overlap; the table has all points
                     named.append((x, y))
-                    axes.annotate(label, (x, y), xytext=(3, 3), textcoords="offset points", fontsize=6, color=colour)
+                    axes.annotate(label, (x, y), xytext=(3, 3), textcoords="offset points", fontsize=6, color=color)
             axes.set(title=SWEEPS[name], xlabel="MACs", ylabel="LPIPS to dense")
-            axes.tick_params(labelbottom=True)  # below some there is none that has them
-        for axes in [*panels]:  # those without a sweep
+            axes.tick_params(labelbottom=True)  # shared axes hide labels above other panels
+        for axes in [*panels]:  # unused panels
             axes.remove()
         return svg_of(figure)
 
