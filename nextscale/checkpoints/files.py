@@ -184,7 +184,7 @@ def _torch_load(path: Path, is_zip: bool) -> object:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} must contain only tensors; it has other objects, or a damaged pickle. nextscale never unpickles code. "
-            "Open it in an environment you trust and save only the weights (a dict of tensors)."
+            "Open it in an environment you trust, save only the weights (a dict of tensors), and pass that file."
         ) from error
     except Exception as error:  # damaged archives raise almost any exception type
         raise CheckpointError(f"{path} is truncated, damaged or not written by torch.save. {DOWNLOAD_AGAIN}") from error

@@ -181,10 +181,10 @@ def test_slots_say_where_each_published_tensor_goes() -> None:
 @pytest.mark.parametrize(
     ("rule", "complaint"),
     [
-        (Rule(r"head\.bias", ("a", "b")), "head.bias [5] into 2 parts"),
-        (Rule(r"gain", ("a", "b")), "gain [] into 2 parts"),
-        (Rule(r"head\.bias", ("head.weight",)), "head.weight and head.bias 'head.weight'"),
-        (Rule(r"head\.bias", ("a",), lambda shape: (1, 4)), "head.bias [5] to [1, 4]"),
+        (Rule(r"head\.bias", ("a", "b")), "rows of head.bias"),
+        (Rule(r"gain", ("a", "b")), "rows of gain"),
+        (Rule(r"head\.bias", ("head.weight",)), "'head.weight' for both head.weight and head.bias"),
+        (Rule(r"head\.bias", ("a",), lambda shape: (1, 4)), "shape of head.bias"),
     ],
 )
 def test_an_impossible_layout_is_refused(rule: Rule, complaint: str) -> None:
@@ -457,7 +457,7 @@ def test_files_that_are_no_checkpoints(tmp_path: Path, content: bytes, complaint
 def test_a_zip_that_is_not_from_torch(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.pth", "w") as archive:
         archive.writestr("hello.txt", "hello")
-    assert "not made by torch.save" in refusal(tmp_path / "a.pth")
+    assert "not written by torch.save" in refusal(tmp_path / "a.pth")
 
 
 @pytest.mark.parametrize("write", [save_zip, save_legacy, save_file])
@@ -520,7 +520,7 @@ def test_code_in_a_pickle_is_never_run(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     message = refusal(path)
     assert not sentinel.exists()
-    assert "objects besides tensors" in message and "never unpickles code" in message and "re-save only the weights" in message
+    assert "only tensors" in message and "never unpickles code" in message and "save only the weights" in message
     # The trap does work on a reader that trusts it.
     if write is save_plain_pickle:
         pickle.loads(path.read_bytes())
@@ -531,22 +531,19 @@ def test_code_in_a_pickle_is_never_run(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_pickled_module_is_refused(tmp_path: Path) -> None:
     torch.save(nn.Linear(2, 2), tmp_path / "module.pth")
-    assert "objects besides tensors" in refusal(tmp_path / "module.pth")
+    assert "must contain only tensors" in refusal(tmp_path / "module.pth")
 
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (torch.ones(3), "has a Tensor at the top level"),
-        ([torch.ones(3)], "has a list at the top level"),
-        (None, "has a NoneType at the top level"),
-        ({"trainer": {"gpt_fsdp": [1]}}, "has a list at trainer.gpt_fsdp"),
-        ({"state_dict": torch.ones(2)}, "has a Tensor at state_dict"),
+        (torch.ones(3), "at the top level; got a Tensor"),
+        ([torch.ones(3)], "at the top level; got a list"),
+        (None, "at the top level; got a NoneType"),
+        ({"trainer": {"gpt_fsdp": [1]}}, "at trainer.gpt_fsdp; got a list"),
+        ({"state_dict": torch.ones(2)}, "at state_dict; got a Tensor"),
         ({"trainer": "gone"}, "'trainer' (str)"),
-        (
-            {"other": {"head.bias": torch.ones(5)}},
-            "'other' (dict). Expected nothing but named tensors, at the top level or trainer.gpt_fsdp or state_dict",
-        ),
+        ({"other": {"head.bias": torch.ones(5)}}, "at the top level or trainer.gpt_fsdp or state_dict; got 'other' (dict)"),
         ({"head.bias": 3.5, "ema_rate": 0.9}, "'head.bias' (float)."),
         ({"head.bias": torch.eye(2).to_sparse()}, "'head.bias' (Tensor)"),
         ({"head.bias": torch.ones(5, device="meta")}, "'head.bias' (Tensor)"),
@@ -556,7 +553,7 @@ def test_a_pickled_module_is_refused(tmp_path: Path) -> None:
 def test_content_that_is_not_a_map_of_tensors(tmp_path: Path, content: object, complaint: str) -> None:
     torch.save(content, tmp_path / "odd.pth")
     message = refusal(tmp_path / "odd.pth")
-    assert complaint in message and "Re-save" in message and "ema_rate" not in message
+    assert complaint in message and "Save only the state dict" in message and "ema_rate" not in message
 
 
 @pytest.mark.parametrize("name", ["../a.bin", "sub/../../a.bin", "/a.bin", "..\\a.bin", "C:\\a.bin", "c:a.bin"])
@@ -582,14 +579,14 @@ def test_an_index_cannot_name_an_absolute_path_that_exists(tmp_path: Path) -> No
         ("{", "it is not valid JSON"),
         ("", "it is not valid JSON"),
         ("[" * 100_000, "it is not valid JSON"),
-        ("[]", "must hold a JSON object; got a list"),
+        ("[]", "must be a JSON object; got a list"),
         (" " * MAX_BYTES + "{}", "must have at most 1048576 bytes"),
-        ("{}", 'has no "weight_map"'),
-        ('{"weight_map": {}}', 'has no "weight_map"'),
-        ('{"weight_map": {"a": 3}}', 'has no "weight_map"'),
-        ('{"weight_map": {"a": "gone.bin"}}', "the shard 'gone.bin', which is not there"),
-        ('{"weight_map": {"a": ""}}', "the shard '', which is not there"),
-        ('{"weight_map": {"a": "a\\u0000b"}}', "which is not there"),
+        ("{}", 'must have a "weight_map"'),
+        ('{"weight_map": {}}', 'must have a "weight_map"'),
+        ('{"weight_map": {"a": 3}}', 'must have a "weight_map"'),
+        ('{"weight_map": {"a": "gone.bin"}}', "the shard 'gone.bin', which does not exist"),
+        ('{"weight_map": {"a": ""}}', "the shard '', which does not exist"),
+        ('{"weight_map": {"a": "a\\u0000b"}}', "which does not exist"),
     ],
 )
 def test_broken_indexes(tmp_path: Path, text: str, complaint: str) -> None:

@@ -441,7 +441,7 @@ def test_a_loaded_pipeline_draws(release: Path) -> None:
     output = pipeline(text_features(), seed=0)
     assert output.pixels.shape == (1, 3, 8, 8)
     assert output.pixels.isfinite().all()
-    with pytest.raises(PromptError, match="exactly 12"):
+    with pytest.raises(PromptError, match="must have 12 tokens"):
         pipeline(TextFeatures((torch.zeros(300, TEXT_CHANNELS),)))
 
 

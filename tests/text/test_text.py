@@ -345,16 +345,16 @@ def test_shards(folder: Path) -> None:
     with pytest.raises(TextEncoderUnavailable, match=f"missing: {shards[1].name}"):
         T5Encoder(folder)
     (folder / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(TextEncoderUnavailable, match="must hold a JSON object; got a list"):
+    with pytest.raises(TextEncoderUnavailable, match="must be a JSON object; got a list"):
         T5Encoder(folder)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (5, 'has no "weight_map" from tensor names to shard files'),
-        (None, 'has no "weight_map"'),
-        ("../model.safetensors", "names '../model.safetensors', outside its folder"),
+        (5, 'must have a "weight_map"'),
+        (None, 'must have a "weight_map"'),
+        ("../model.safetensors", "got '../model.safetensors', which is outside"),
         ("/etc/passwd", "outside its folder"),
         ("C:\\model.safetensors", "outside its folder"),
         ("absent.safetensors", "missing: absent.safetensors"),
