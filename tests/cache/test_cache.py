@@ -35,7 +35,7 @@ def numbers(rows: int, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def fill_memory(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
-    """What memory that was used before may hold: `torch.empty` promises nothing."""
+    """Fills memory with values that uninitialized memory may contain."""
 
     def allocate(self: CacheSpec, tokens: int) -> tuple[Tensor, Tensor]:
         shape = (self.rows, tokens, self.heads, self.head_dim)
@@ -138,7 +138,7 @@ def test_attention_over_ragged_rows_is_attention_over_each_row_alone(
 
 
 def test_tails_that_nothing_reads_are_not_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in memory that has grown, in that of fewer rows and in the workspace; a mask cannot be asked for afterwards."""
+    """Also in memory that has grown, after dropping rows, and in the workspace; a mask cannot be requested afterwards."""
     fill_memory(monkeypatch, float("nan"))
     schedule = Schedule((1, 2, 3))
     few = tuple(StageKeys(stage.index, 3, (1,)) for stage in schedule)
@@ -184,7 +184,7 @@ def test_layers_share_the_last_stage_but_nothing_else() -> None:
 @pytest.mark.parametrize("head_dim", [1, 4, 7, 8, 12, 64])
 @pytest.mark.parametrize("first", [0, 1], ids=["from the first channel", "from the second"])
 def test_a_wide_copy_copies_every_bit(dtype: torch.dtype, head_dim: int, first: int) -> None:
-    """Of any pattern of bits, numbers or not, and nothing beside them; 16 bytes at a time where the channels are a multiple of that."""
+    """Copies any bit pattern and nothing else, 16 bytes at a time if the channels are a multiple of that."""
     bits = torch.int32 if dtype == torch.float32 else torch.int16
     some = torch.iinfo(bits)
     held, room = (torch.randint(some.min, some.max, (3, tokens, 2, head_dim + first), dtype=bits) for tokens in (9, 12))
@@ -263,7 +263,7 @@ def test_the_last_stage_is_stored_once_for_all_layers() -> None:
 
 
 def two_prompts(family: str, lengths: tuple[int, int], seed: int = 0) -> Prompts:
-    """As the model's condition takes them: classes, or prompts of these lengths."""
+    """Returns two prompts as the model's condition reads them: classes, or prompts of these lengths."""
     if family in tiny.CLASS_FAMILIES:
         return Labels(torch.tensor([1, 2]) + 2 * seed)
     return tiny.text_features(family, lengths, seed)
@@ -393,7 +393,7 @@ def test_rows_never_return(left: str, wanted: str) -> None:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_blocks_go_on_after_rows_have_left(family: str) -> None:
-    """The rows that stay compute what they would have computed in company."""
+    """The remaining rows compute the same as with all rows."""
     outcomes = []
     for cfg_branches in ("both", "cond", "uncond"):
         ctx, schedule = running_env(family)

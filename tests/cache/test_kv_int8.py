@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: how far they round, what they take, and that nothing else changes."""
+"""int8 KV cache: rounding errors, size, and unchanged behavior otherwise."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ GIVES_UP_AFTER = 12  # attempts that bring nothing new: those of the hub's packa
 
 
 def published(spec: ModelSpec, folder: Path) -> dict[str, dict[str, bytes]]:
-    """What the publisher of a tiny model would have put on the hub, and some more."""
+    """Returns the published files of a tiny model, and some others."""
     assert isinstance(spec.weights, Source) and isinstance(spec.tokenizer_weights, Source)
     repositories: dict[str, dict[str, bytes]] = {}
     parts = ((build_model(spec.model), spec.weights), (build_tokenizer(spec.tokenizer), spec.tokenizer_weights))
@@ -67,7 +67,7 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def point_to(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As HF_ENDPOINT does, which the hub's package reads when it is imported."""
+    """Sets the endpoint, which the hub's package otherwise reads from HF_ENDPOINT when imported."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -533,7 +533,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", NEEDED)
 def test_only_needed_files_are_fetched(name: str, hub: Hub, tmp_path: Path) -> None:
-    """Of files with the right names and random content."""
+    """The files have the right names and random content."""
     for repository, files in NEEDED[name].items():
         contents = {file: file.encode() * 3 for file in (*files, *OTHERS.get(repository, ()))}
         hub.repositories[repository] = contents | {file: index() for file in files if file.endswith("index.json")}

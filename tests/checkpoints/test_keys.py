@@ -85,7 +85,7 @@ def published() -> dict[str, tuple[str, dict[str, Shape]]]:
 
 @cache
 def on_meta(name: str) -> tuple[NextScaleModel | Tokenizer, ...]:
-    """The modules that this list describes; the first stands for all where they share a layout."""
+    """Creates the modules that a list describes; the first represents all modules of the same layout."""
     with torch.device("meta"):
         if name in TOKENIZERS:
             return (build_tokenizer(TOKENIZERS[name]),)
@@ -130,7 +130,7 @@ def test_every_element_of_ours_has_exactly_one_place_in_the_file(name: str) -> N
 
 @pytest.mark.parametrize("name", LISTS)
 def test_what_a_file_may_lack_and_what_it_may_not(name: str) -> None:
-    """Only what is named above may be missing, and the biases that are zero by construction; all else is noticed."""
+    """Only the keys named above and biases that are zero by construction may be missing."""
     family, keys = published()[name]
     slots, layout = first_slots(name), on_meta(name)[0].layout
     optional = {key for key in keys if left_out(key, family) or key.endswith("zero_k_bias")}

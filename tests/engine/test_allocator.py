@@ -16,7 +16,7 @@ from tests.helpers.tiny import prompts
 
 
 class Allocator:
-    """Remembers what it is given, in place of torch's."""
+    """Replaces torch's allocator settings and records them."""
 
     def __init__(self, patch: pytest.MonkeyPatch, settings: str = "") -> None:
         self.heard = [settings]

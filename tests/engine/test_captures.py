@@ -1,4 +1,4 @@
-"""Which requests are captured and replayed, what captures may keep, and who waits for whom. Graphs are played on the CPU."""
+"""Selection, memory and eviction of captures, and waiting threads. Graphs are emulated on the CPU."""
 
 from __future__ import annotations
 

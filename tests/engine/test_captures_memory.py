@@ -1,6 +1,6 @@
-"""What lies where graphs write and read: nothing that is still wanted is overwritten, and nothing that is read is given away.
+"""Memory that CUDA graphs read and write: live tensors are not overwritten, and tensors that graphs read are not freed.
 
-Graphs are played on the CPU, in memory that behaves like the pool of captures on a GPU.
+Graphs are emulated on the CPU in memory that behaves like a GPU's capture pool.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def with_graphs(pipe: Pipeline) -> Pipeline:
 
 
 def forget_tables(pipe: Pipeline) -> None:
-    """As requests of many other sizes do."""
+    """Fills the caches of tables with other sizes."""
     pipe._tables._tables.clear()
     litevar.band_mask.cache_clear()
     sparvar.visible_lists.cache_clear()
@@ -60,7 +60,7 @@ def assert_replayed(pipe: Pipeline, eager: Pipeline, prompt: Any, **asked: Any) 
 
 
 def test_a_replay_overwrites_what_was_not_alive_when_it_was_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool of these tests itself: what was made later, what was freed before, and what was given and nobody holds."""
+    """Checks the emulated pool: tensors created later, freed before, or without owners."""
     pool = play_pooled_graphs_on_the_cpu(monkeypatch)
     first, second, third = (torch.cuda.CUDAGraph() for _ in range(3))
     given = torch.ones(4)
@@ -90,7 +90,7 @@ def test_a_replay_overwrites_what_was_not_alive_when_it_was_captured(monkeypatch
     ("name", "family"), [(name, family) for name in METHODS for family in (("infinity", "hart") if "," in name else tiny.KINDS)]
 )
 def test_replays_need_nothing_that_others_overwrite(name: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two captures in one pool, replayed in turns."""
+    """Replays two captures of one pool alternately."""
     pool = play_pooled_graphs_on_the_cpu(monkeypatch)
     eager = pipeline_for(name, family)
     pipe, settings = with_graphs(eager), size_for(name, family)

@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 
 
 def other_prompts(family: str) -> Any:
-    """Not those of `prompts`, and of other lengths."""
+    """Returns other prompts than `prompts`, of other lengths."""
     return [5, 2] if family in CLASS_FAMILIES else text_features(family, (2, 4), seed=8)
 
 
@@ -248,7 +248,7 @@ def test_replays_of_zero_strength_are_dense_bit_for_bit(family: str, monkeypatch
 
 
 def test_a_budget_is_captured_once_per_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As dense generation is; a threshold has a graph per bucket."""
+    """A budget has one graph per stage, like dense generation; a threshold has one per bucket."""
     play_graphs_on_the_cpu(monkeypatch)
     methods = (Method(), SparseVAR(keep=0.3, first_stage=2), SparseVAR(tau=0.95, first_stage=2))
     dense, budget, threshold = (with_graphs("var").warmup(prompts("var", 2), method=method).graphs for method in methods)
@@ -274,7 +274,7 @@ def assert_replayed(pipe: Pipeline, eager: Pipeline, prompt: Any, seed: Any, **r
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("images", [1, 3])
 def test_a_capture_serves_other_prompts_and_negative_prompts(family: str, images: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of other lengths, longer and shorter ones than it was made from; the same ones again at the end."""
+    """Prompts are longer and shorter than those of the capture, which are repeated at the end."""
     play_graphs_on_the_cpu(monkeypatch)
     pipe, eager = with_graphs(family), shared_pipeline(family)
     pipe.warmup(prompts(family, images))
@@ -315,7 +315,7 @@ def test_one_stream_of_numbers_for_images_and_method_is_used_in_eager_order(meth
 
 
 class OutsideGraphs(TorchDispatchMode):
-    """Counts operators, except those of a replay."""
+    """Counts operators outside replays."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -445,7 +445,7 @@ def test_captures_do_not_disturb_one_another(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("family", ["var", "infinity"])
 def test_the_report_tells_the_padding_of_a_bucket(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager generation of one image runs what it needs; a replay runs the next bucket size, and says how much of it was too much."""
+    """Eager generation of one image runs exactly the needed tokens; a replay runs the next bucket size and reports the excess."""
     play_graphs_on_the_cpu(monkeypatch, buckets=(32, 16))
     pipe, method = with_graphs(family), SparseVAR(tau=0.97, first_stage=2)
     prompt = prompts(family, 1)
@@ -482,7 +482,7 @@ def test_what_anchors_propagate_to_is_the_same_in_every_bucket_and_batch(tau: fl
 
 @pytest.mark.parametrize("scales", [RampGuidance(False, (1,), 3.0), StageGuidance(False, (1,), (1.0, 2.0, 3.0, 4.0, 5.0))])
 def test_guidance_of_another_kind_needs_another_capture(scales: Guidance, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here of hidden states alone, with the same scales, the first of which is 1."""
+    """The other kind guides hidden states, with the same scales, starting with 1."""
     play_graphs_on_the_cpu(monkeypatch)
     pipe, prompt = with_graphs("infinity"), prompts("infinity", 2)
     pipe.warmup(prompt, guidance=replace(scales, logits=True))
@@ -577,7 +577,7 @@ def test_previews_show_every_stage_of_a_replay(monkeypatch: pytest.MonkeyPatch) 
 def test_captures_read_all_that_a_method_asks_for(
     family: str, method: Method, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In every variant of the stage that asks for it; and nothing but a refill writes there."""
+    """All variants of a stage read the same constants, and only a refill writes them."""
     play_graphs_on_the_cpu(monkeypatch)
     pipe = with_graphs(family)
     pipe.warmup(prompts(family, 2), method=method, **settings)

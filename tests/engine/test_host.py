@@ -1,4 +1,4 @@
-"""What the host remembers between requests, so that little of it is in the way of the device."""
+"""Results that the host caches between requests to reduce its time per request."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_weights_are_found_wherever_they_are_put() -> None:
 
 @dataclass(frozen=True)
 class Counting(Method):
-    """Counts how often it is asked."""
+    """Counts its calls."""
 
     asked: list[int] | None = None
 

@@ -1,4 +1,4 @@
-"""The same results on a GPU. Skipped where there is none."""
+"""Results on a GPU equal those on the CPU."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_methods_reproduce_and_a_batch_equals_its_images_alone(family: str, meth
 
 
 def test_distances_of_smooth_images_are_those_of_the_cpu() -> None:
-    """Where variances are small, convolutions in less than float32 would show."""
+    """With small variances, convolutions in lower precision than float32 would change the result."""
     ramp = torch.linspace(-1, 1, 64).expand(2, 3, 64, 64).contiguous()
     near = (ramp + 0.02 * torch.randn(ramp.shape, generator=torch.Generator().manual_seed(0))).clamp(-1, 1)
     for measure in (psnr, ssim):

@@ -1,4 +1,4 @@
-"""What a GPU alone can show of captures, attention by lengths and products with gelu. Skipped where there is none."""
+"""Captures, attention with lengths, and fused GELU on a GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def no_more_than(bytes_allowed: int) -> Iterator[None]:
 
 
 def strided_text(rows: int, room: int, heads: int, channels: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As TextContext has them: keys and values of a token side by side."""
+    """Returns interleaved keys and values, as in TextContext."""
     both = torch.randn(rows, room, 2, heads, channels, device="cuda", dtype=dtype)
     return both[:, :, 0], both[:, :, 1]
 
@@ -173,7 +173,7 @@ def test_captures_in_half_precision_repeat_themselves_whatever_runs_between(fami
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_in_half_precision(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counts are planted: logits of the first reduced stage are those of padded rows to rounding, and replays repeat themselves."""
+    """With given counts, logits of the first reduced stage equal those of padded rows up to rounding, and replays are deterministic."""
     pipe, prompt, method = (
         random_pipeline(SPECS[family], device="cuda", dtype=torch.bfloat16),
         prompts(family, 3),
@@ -308,7 +308,7 @@ def test_captures_lie_in_segments_that_grow_and_nothing_else_does() -> None:
 
 
 def test_captures_share_their_memory() -> None:
-    """What one needs besides its results, another can use: they are never replayed at once."""
+    """Captures share all memory except their results, because they never run at the same time."""
     prompt = text_features("infinity", (5,) * 32, seed=1)
     alone = random_pipeline(SPECS["infinity"], device="cuda").warmup(prompt, guidance=2.0).bytes
     pipe = random_pipeline(SPECS["infinity"], device="cuda")

@@ -1,4 +1,4 @@
-"""Captured requests on a GPU: the images of eager generation, again and again. Skipped where there is no GPU."""
+"""Captured requests on a GPU repeatedly give the images of eager generation."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(caplog: pytest.LogCapt
 
 
 def test_captures_that_leave_make_room_for_others() -> None:
-    """More kinds than the budget has room for: memory stays near it, and what is replayed stays right."""
+    """With more kinds of requests than the budget allows, memory stays near it, and replays stay correct."""
     prompt = prompts("infinity", 3)
     probe = random_pipeline(SPECS["infinity"], device="cuda")
     first = probe.warmup(prompt, guidance=2.0).bytes
@@ -173,7 +173,7 @@ def test_threads_generate_what_one_thread_does() -> None:
 
 
 def test_mixed_requests_neither_grow_memory_nor_change_results() -> None:
-    """Of several batches, sizes and methods, 200 of them."""
+    """Runs 200 requests of several batches, sizes and methods."""
     pipe = random_pipeline(SPECS["infinity"], device="cuda")
     own, wide = None, Schedule(((1, 1), (2, 2), (3, 5), (4, 7)))
     kinds: Sequence[tuple[int, Schedule | None, Method]] = [
@@ -213,7 +213,7 @@ def test_previews_show_every_stage_of_a_replay() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 3, 700])
 def test_gelu_inside_the_product(dtype: torch.dtype, tokens: int) -> None:
-    """By the tanh formula, and at least as near to the exact one as in two steps."""
+    """The tanh approximation has at most the error of two separate steps."""
     torch.manual_seed(0)
     linear = torch.nn.Linear(128, 512, device="cuda", dtype=dtype)
     x = 3 * torch.randn(2, tokens, 128, device="cuda", dtype=dtype)

@@ -1,4 +1,4 @@
-"""The kernels on a GPU, at the sizes of the models. Skipped where there is none."""
+"""Kernels on a GPU, at the sizes of the models."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_norm_modulate(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("gained", [True, False])
 def test_residual_norm_modulate(shape: tuple[int, int, int], gained: bool, dtype: torch.dtype) -> None:
-    """With a gain as after self-attention, without and with a learned norm as around the text."""
+    """With a gate as after self-attention, and with and without a learned norm as around the text."""
     make = Maker("cuda", dtype)
     rows, _, channels = shape
     gate = make.rows(rows, channels) if gained else None
@@ -202,7 +202,7 @@ def test_add_bias_residual(shape: tuple[int, int, int, int], dtype: torch.dtype)
 @every_dtype
 @every_image
 def test_add_bias_residual_sums(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    """The same sum, and mean and scale as near to the exact ones as those of a pass of their own."""
+    """The sum is equal, and mean and scale are as accurate as those of a separate pass."""
     make = Maker("cuda", dtype)
     x, residual, bias, weight = make.image(*shape), make.image(*shape, mean=2.0), make.normal(shape[1]), make.normal(shape[1], mean=1.0)
     expected = kernels.add_bias_residual_(x.clone(), bias, residual, bias)
@@ -224,7 +224,7 @@ def test_upsample_nearest(shape: tuple[int, int, int, int], dtype: torch.dtype) 
 
 
 def test_images_of_more_than_two_to_the_31_elements() -> None:
-    """Places are counted in 64 bits: the last rows are what a small image of them makes."""
+    """Offsets are 64-bit: the last rows equal those of a small image."""
     if torch.cuda.mem_get_info()[0] < 40e9:
         pytest.skip("needs 40 GB")
     x = Maker("cuda", torch.bfloat16).image(1, 256, 6, 2048)
@@ -300,7 +300,7 @@ def test_packed_rows_are_normed_as_padded_ones() -> None:
 
 
 def calls(make: Maker) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
-    """Every kernel at a late stage, as a function of rows, and what it takes per row; with all other inputs alike in all rows."""
+    """Returns every kernel at a late stage, as a function of rows, and its inputs per row; other inputs are equal in all rows."""
     temperature, rotation = make.normal(16, dtype=torch.float32).exp(), make.rotation(1024, 128)
     x, update, index = make.normal(2, 1024, 2048), make.normal(2, 1024, 2048), make.selection(2, 1024, 614)
     fresh, memory, qkv = make.normal(2, 614, 2048), make.normal(2, 576, 2048), make.normal(2, 1024, 3, 16, 128)

@@ -1,4 +1,4 @@
-"""Weights of eight bits on a GPU. Skipped where there is none, and e4m3 where the GPU does not multiply it."""
+"""8-bit weights on a GPU; e4m3 only on GPUs that support it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def made(family: str, format: Quantize | None) -> Pipeline:
 @pytest.mark.parametrize(("channels", "outputs"), [(64, 192), (2080, 64), (256, 2048)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_products_in_e4m3(tokens: int, channels: int, outputs: int, bias: bool) -> None:
-    """Sums are those of float32 to what fast accumulation rounds, whatever the number of tokens."""
+    """Sums equal float32 up to the rounding of fast accumulation, for any number of tokens."""
     torch.manual_seed(0)
     linear = nn.Linear(channels, outputs, bias, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
     layer = Fp8Linear.of(linear.weight, linear.bias, input_scale=0.5)
@@ -93,7 +93,7 @@ def test_logits_stay_near_those_of_bfloat16(family: str, format: Quantize) -> No
 @formats
 @pytest.mark.parametrize(("family", "method"), CAPTURED, ids=lambda part: part.label if isinstance(part, Method) else part)
 def test_captures_repeat_themselves_and_begin_as_eager_generation_does(family: str, format: Quantize, method: Method) -> None:
-    """In half precision, and more so in eight bits, roundings differ where attention runs otherwise, so that late codes may differ."""
+    """In half precision, and more so in 8 bits, attention kernels round differently, so late codes may differ."""
     pipe, prompt = made(family, format), prompts(family, 2)
     pipe.warmup(prompt, method=method)
     first, second = (pipe(prompt, seed=[3, 4], method=method) for _ in range(2))
@@ -182,8 +182,8 @@ def test_what_leaves_the_gpu_is_refused() -> None:
 
 
 @formats
-def test_random_weights_never_lie_on_the_gpu_unquantised(format: Quantize) -> None:
-    """And are those of a model that is quantised afterwards."""
+def test_random_weights_never_lie_on_the_gpu_unquantized(format: Quantize) -> None:
+    """They equal those of a model that is quantized afterwards."""
     whole, whole_peak = random_and_peak(None)
     taken = sum(parameter.numel() * parameter.element_size() for parameter in whole.model.parameters())
     pipe, peak = random_and_peak(format)
@@ -195,9 +195,9 @@ def test_random_weights_never_lie_on_the_gpu_unquantised(format: Quantize) -> No
 
 
 def random_and_peak(format: Quantize | None) -> tuple[Pipeline, int]:
-    """A pipeline with random weights, and the bytes of the GPU that building it asked for at once.
+    """Returns a pipeline with random weights, and the peak memory of creating it in bytes.
 
-    Blocks of the allocator are up to 1 MiB larger than what was asked for, which is much where weights take 1 to 4.
+    Blocks of the allocator are up to 1 MiB larger than requested, which matters for weights of 1 to 4 MiB.
     """
     gc.collect()  # what other tests have left would go meanwhile
     torch.cuda.empty_cache()

@@ -12,6 +12,6 @@ from nextscale.cli import app
 def run_cli(
     *words: object, program: Any = app, columns: int | str = 100, charset: str = "utf-8", catch: bool = False, **env: str
 ) -> Result:
-    """Returns what a command prints, and its exit status. `catch`: exceptions end in the result."""
+    """Returns the output of a command and its exit status. `catch`: exceptions are part of the result."""
     runner = CliRunner(charset=charset, env={"COLUMNS": str(columns), **env})
     return runner.invoke(program, [str(word) for word in words], catch_exceptions=catch, prog_name="nextscale")

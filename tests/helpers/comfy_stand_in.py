@@ -1,7 +1,7 @@
-"""A stand-in of ComfyUI's contract with nodes (V3 schema), as far as our nodes use it. ComfyUI itself cannot be installed from an index.
+"""A stand-in for ComfyUI's node interface (V3 schema), as far as our nodes use it. ComfyUI cannot be installed from an index.
 
-What it checks is what ComfyUI checks: ids are unique among inputs and outputs, values fit their widgets, links join equal types, and
-`execute` is called with the inputs by name and returns as many values as there are outputs.
+It checks the same as ComfyUI: ids are unique among inputs and outputs, values fit their widgets, links join equal types, and `execute` gets
+the inputs by name and returns as many values as there are outputs.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ class ComfyNode:
 
 
 class InterruptProcessing(BaseException):
-    """As in ComfyUI, not an Exception that a node might swallow."""
+    """Not an Exception, as in ComfyUI, so that nodes do not catch it."""
 
 
 @dataclass
 class Comfy:
-    """What the program around the nodes does and sees."""
+    """State and callbacks of the program that runs the nodes."""
 
     progress: list[tuple[int, int, Image.Image | None]] = field(default_factory=list)
     interrupt_after: int | None = None  # calls of set_progress
@@ -141,7 +141,7 @@ def nodes_of(folder: Path, comfy: Comfy) -> Iterator[dict[str, type]]:
 
 
 def run_workflow(workflow: dict[str, Any], nodes: dict[str, Any]) -> dict[int, tuple[Any, ...]]:
-    """Outputs by the number of the node. Nodes that are not ours take what they are given."""
+    """Runs a workflow; returns outputs by node number. Nodes of other packages return given values."""
     links = {link[0]: link for link in workflow["links"]}
     made: dict[int, tuple[Any, ...]] = {}
     for entry in sorted(workflow["nodes"], key=lambda one: one["order"]):

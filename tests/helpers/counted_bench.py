@@ -23,7 +23,7 @@ def workload_of(bench: Bench) -> Workload:
 
 @dataclass(eq=False)
 class CountedBench(Bench):
-    """Made-up numbers: a second per share of the MACs, and a distance that grows with what is left out."""
+    """Synthetic measurements: a second per share of the MACs, and a distance that grows with the skipped share."""
 
     runs: int = 0
     stop_after: int = 1000

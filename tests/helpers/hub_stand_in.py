@@ -25,7 +25,7 @@ class Request:
 
 @dataclass
 class Hub:
-    """Repositories by name, each with its files; what it was asked; and how it misbehaves."""
+    """Repositories with their files, recorded requests, and simulated failures."""
 
     repositories: dict[str, dict[str, bytes]]
     endpoint: str = ""
@@ -38,7 +38,7 @@ class Hub:
     commit: str = COMMIT
 
     def fetched(self) -> list[str]:
-        """Names of the files whose content was asked for from its beginning."""
+        """Names of the files that were requested from the beginning."""
         asked = [unquote(one.path) for one in self.requests if one.method == "GET" and one.range is None]
         large = [path.split("/", 4)[4] for path in asked if path.startswith("/blobs/")]
         return large + [path.partition(f"/resolve/{COMMIT}/")[2] for path in asked if "/resolve/" in path]

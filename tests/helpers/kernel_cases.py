@@ -1,4 +1,4 @@
-"""What the tests of the kernels share: inputs, and the rule by which a result is right."""
+"""Inputs and tolerances of the kernel tests."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SLACK = 2.0  # times the error of torch in the same dtype
 
 @cache
 def triton_interpreter() -> ModuleType:
-    """Triton's interpreter, with which all kernels are imported where there is no GPU: once, for all tests of a process.
+    """Imports all kernels with Triton's interpreter if there is no GPU, once for all tests of a process.
 
-    Whether kernels are interpreted is read when Triton is imported, which torch may have done already.
+    Triton reads this setting when it is imported, which torch may already have done.
     """
     pytest.importorskip("triton")
     with pytest.MonkeyPatch.context() as patch:
@@ -47,7 +47,7 @@ def triton_interpreter() -> ModuleType:
 
 @contextmanager
 def interpreted_as_on_a_gpu() -> Iterator[None]:
-    """Kernels run and round as on a GPU, under the interpreter where there is none."""
+    """Makes kernels run and round as on a GPU, in the interpreter if there is none."""
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         if DEVICE == "cpu":
             interpreter = triton_interpreter()
@@ -114,7 +114,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def require_close(found: Sequence[Tensor], torch_found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Errors against float64 at most twice those of torch in the same dtype, and some roundings of float32 where it happens to be exact."""
+    """Requires errors against float64 of at most twice torch's in the same dtype, plus some float32 rounding if torch is exact."""
     for ours, theirs, truth in zip(found, torch_found, expected, strict=True):
         assert ours.dtype == theirs.dtype
         spare = 4 * torch.finfo(torch.float32).eps * truth.abs().max().item() if truth.numel() else 0.0
@@ -136,7 +136,7 @@ def compare(kernel: Callable[..., Any], reference: Callable[..., Any], *inputs: 
 def compare_rotation(
     kernels: tuple[Callable[..., Tensor], Callable[..., Tensor]], capacity: int, *inputs: Any, start: int | Tensor
 ) -> None:
-    """`rotate_into_cache` writes into caches of `capacity` tokens: what it does not own there must stay."""
+    """Compares `rotate_into_cache` in caches of `capacity` tokens; other entries must not change."""
     kernel, reference = kernels
     qkv = inputs[0]
     shape = (qkv.shape[0], capacity, *qkv.shape[3:])
@@ -195,7 +195,7 @@ def multiply_bfloat16(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) 
 
 
 def loop_to_loaded_bounds(interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter takes what a kernel has loaded as the bound of a loop; of itself it trips over recent versions of numpy."""
+    """Lets Triton's interpreter use loaded values as loop bounds, which fails with recent versions of numpy."""
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: object, scope: Any) -> None:

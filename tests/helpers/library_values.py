@@ -1,7 +1,7 @@
-"""What torchmetrics and torch-fidelity say of the same images: `python -m tests.helpers.library_values FOLDER` writes values.json there.
+"""Values of torchmetrics and torch-fidelity for the same images: `python -m tests.helpers.library_values FOLDER` writes values.json there.
 
-A process of its own, in which a stand-in takes the place of torchvision: both libraries import it, for networks whose weights they would
-download and for data sets. Here it only gives the layouts of AlexNet and VGG16.
+It runs in its own process with a stand-in for torchvision, which both libraries import for networks and data sets. The stand-in only
+provides the layouts of AlexNet and VGG16.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def alexnet(weights: Any = None) -> nn.Module:
 
 
 def anything(name: str) -> type:
-    """Stands for what is imported and not used here."""
+    """Replaces imported names that are not used."""
     if name.startswith("__"):
         raise AttributeError(name)
     return object

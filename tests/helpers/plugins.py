@@ -12,7 +12,7 @@ RESEARCH = Path(__file__).parents[2] / "research"
 
 
 def register_plugins() -> None:
-    """Puts metadata with the entry points of research/pyproject.toml before what is installed. Child processes see what is installed."""
+    """Puts metadata with the entry points of research/pyproject.toml before installed packages. Child processes see only the latter."""
     project = tomllib.loads((RESEARCH / "pyproject.toml").read_text())["project"]
     folder = TemporaryDirectory()
     atexit.register(folder.cleanup)

@@ -1,8 +1,8 @@
-"""CUDA graphs played on a CPU in memory that behaves like the pool of captures on a GPU.
+"""CUDA graphs emulated on the CPU in memory that behaves like a GPU's capture pool.
 
-What a capture has allocated and nobody holds any more is taken by captures that come later. So a replay destroys all that was not alive
-when its graph was captured: what was freed before, and what was made after. What no capture has allocated has to be held by somebody as
-long as a graph reads it.
+Memory that a capture has allocated and that has no owner is reused by later captures. A replay therefore destroys all tensors that were not
+alive at its capture: those freed before, and those created later. Tensors allocated outside captures need an owner while a graph reads
+them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pool:
         return own
 
     def is_held(self, memory: Memory) -> bool:
-        """Whether anybody but tapes holds it."""
+        """Returns True if it has owners other than tapes."""
         storage = memory.tensor.untyped_storage()
         return torch._C._storage_Use_Count(storage._cdata) - 1 > self.held[storage._cdata]
 
@@ -54,7 +54,7 @@ class Pool:
                 memory.died = self.graphs - 1
 
     def destroy(self, graph: int) -> None:
-        """Overwrites what a replay of this graph may overwrite, whoever still wants it."""
+        """Overwrites all memory that a replay of this graph may overwrite."""
         for memory in self.known.values():
             if memory.born is None:
                 continue

@@ -20,7 +20,7 @@ PATH = "/v1/images/generations"
 
 
 class Steered:
-    """A pipeline that stops before chosen stages until it is told to go on, and fails on demand."""
+    """A pipeline that stops before chosen stages until it is released, and fails on demand."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
@@ -30,7 +30,7 @@ class Steered:
         return getattr(self._pipeline, name)
 
     def open(self) -> None:
-        """Nothing is held and nothing fails."""
+        """Releases all stages and disables failures."""
         self.held_after: int | None = None
         self.go, self.holding = Event(), Event()
         self.fails: Callable[[list[Any]], Exception | None] = lambda prompts: None

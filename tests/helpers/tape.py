@@ -41,7 +41,7 @@ class Tape(TorchDispatchMode):
 
     @cached_property
     def launches(self) -> list[tuple[Any, tuple[Any, ...], dict[str, Any], list[Tensor]]]:
-        """What a replay runs: an operator, what it reads, and the tensors that take its results unless it writes into them itself."""
+        """Operations of a replay: operator, inputs, and the tensors that receive its results unless it writes in place."""
         found = []
         for func, args, kwargs, out in self.ops:
             in_place = any(value.alias_info is not None and value.alias_info.is_write for value in func._schema.returns)
@@ -68,7 +68,7 @@ def shares_memory(out: Any, inputs: Any) -> bool:
 
 
 class Dispatched(TorchDispatchMode):
-    """Nothing but the way through Python that captures take: some operators, attention among them, round differently there."""
+    """Uses the Python dispatch path of captures without recording; some operators, such as attention, round differently there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         return func(*args, **kwargs or {})

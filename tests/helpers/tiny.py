@@ -226,7 +226,7 @@ def encode_hybrid(tokenizer: HartTokenizer, images: Tensor, schedule: Schedule) 
 
 
 def dense_env(model: NextScaleModel, cond: Conditioning, schedule: Schedule, batch: int) -> ForwardContext:
-    """What the stages of a dense request share."""
+    """Returns the forward context of a dense request."""
     rows = cond.start.shape[0]
     spec = model.cache_spec(schedule, rows)
     workspace = Workspace(spec)
@@ -238,7 +238,7 @@ def dense_env(model: NextScaleModel, cond: Conditioning, schedule: Schedule, bat
 
 
 class Rounding(NamedTuple):
-    """How far an image may be from the same image drawn in other company. Numbered codes and bits must be equal."""
+    """Allowed differences of an image from the same image in another batch. Codes and bits must be equal."""
 
     mixtures: float
     latents: float

@@ -45,7 +45,7 @@ class RunBlocks(Span):
 
 @dataclass(frozen=True)
 class Planned(Method):
-    """Does what a function of the stage says, and keeps as many of the first tokens as its plan."""
+    """Calls a function of the stage, and keeps the planned number of first tokens."""
 
     of_stage: Callable[[Stage], StagePlan]
 
@@ -104,7 +104,7 @@ class KeepShareRun(MethodRun):
 
 
 def counts_of(shares: Sequence[float], stage: Stage) -> list[int]:
-    """How many tokens each image keeps of a stage."""
+    """Returns the number of tokens that each image keeps at a stage."""
     return [max(1, round(share * stage.cells)) for share in shares]
 
 
@@ -123,7 +123,7 @@ def top_tokens(x: Tensor, tokens: Tokens, shares: Sequence[float]) -> Tokens:
 
 
 def counted(run: MethodRun, stage: Stage, canvas: Canvas | None = None) -> TokenCounts | None:
-    """What the host reads of a stage's counts."""
+    """Returns the counts of a stage as read by the host."""
     counts = run.count(stage, canvas)  # type: ignore[arg-type]
     numbers = None if counts is None else counts.tolist()
     return None if numbers is None else TokenCounts(min(numbers), max(numbers), sum(numbers))
@@ -143,7 +143,7 @@ def entered(run: MethodRun, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
 
 @dataclass(frozen=True)
 class SkipUnannounced(Method):
-    """Skips a stage, of which its forecast says nothing."""
+    """Skips a stage that its forecast does not skip."""
 
     stage: int
 
@@ -163,7 +163,7 @@ class SkipUnannouncedRun(MethodRun):
 
 
 class HeldRepresentatives:
-    """Records which tokens StageVAR's rows stand for in one call, and repeats the choice for some of its images in other calls."""
+    """Records the tokens that represent StageVAR's rows in one call, and repeats them for some of its images in other calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
         self.batch = batch

@@ -1,4 +1,4 @@
-"""The kernels against plain torch, under Triton's interpreter where there is no GPU: small and odd shapes."""
+"""Kernels compared with torch, for small and odd shapes; in Triton's interpreter without a GPU."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_attend_lengths(
     tile: tuple[int, int, int, int] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Keys and values side by side, as those of prompts are; nothing beyond a row's length is read."""
+    """Keys and values are interleaved, as for prompts; entries beyond a row's length are not read."""
     dtype = torch.float16  # the interpreter takes the bits of bfloat16 for numbers when it multiplies matrices
     make, rows = Maker(DEVICE, dtype), len(lengths)
     q, both = make.normal(rows, queries, heads, channels), make.normal(rows, room, 2, heads, channels)
@@ -125,7 +125,7 @@ def test_attention_of_unit_queries() -> None:
 @pytest.mark.parametrize("lengths", [(70, 3, 64, 64, 1, 9), 70])
 @pytest.mark.parametrize("counts", [(5, 1, 130), (17, 65, 2)])
 def test_attend_lengths_of_packed_rows(counts: tuple[int, ...], lengths: tuple[int, ...] | int) -> None:
-    """The queries of three images one after another, in two cfg branches; what lies behind the last is left alone."""
+    """Packs the queries of three images in two CFG branches; output after the last query is not written."""
     make, images = Maker(DEVICE, torch.float16), len(counts)
     q, both = make.normal(2, sum(counts) + 3, 2, 24), make.normal(2 * images, 70, 2, 2, 24)
     starts = torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=DEVICE)
@@ -189,7 +189,6 @@ def test_norm_modulate_of_any_layout() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("centered", [True, False])
 def test_norms_that_are_not_modulated(centered: bool, dtype: torch.dtype) -> None:
-    """Without a scale, a shift or both; by a root-mean-square norm as well."""
     make = Maker(DEVICE, dtype)
     for scale, shift in ((None, None), (make.normal(130, mean=1), None), (None, make.rows(2, 130))):
         x, update = make.wide(2, 3, 130), make.wide(2, 3, 130)
@@ -301,7 +300,7 @@ def test_rotate_into_cache_of_packed_rows(normalised: bool, turned: bool, dtype:
 @pytest.mark.parametrize("heads, head_dim", [(1, 64), (3, 96), (5, 104), (2, 6)])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_tokens_in_8_bits_and_back(heads: int, head_dim: int, ragged: bool, dtype: torch.dtype) -> None:
-    """A quotient that lies between two numbers may round to either; all else agrees."""
+    """A quotient halfway between two codes may round to either; everything else is equal."""
     make = Maker(DEVICE, dtype)
     keys, values = make.normal(2, 2, 9, heads, head_dim)[:, :, 1:8]
     keys[1, 3] = 0
@@ -443,7 +442,7 @@ def attend_lengths_row_by_row(
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU has such attention of its own: see test_cuda_engine")
 def test_attention_by_lengths_leaves_tails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images that keep different numbers of tokens are those of masked attention, and no tail is written for them."""
+    """Images that keep different numbers of tokens equal masked attention, and tails are not cleared."""
     fill_memory(monkeypatch, float("nan"))
     pipe, prompts = random_pipeline(with_few_cells(tiny.SPECS["infinity"])), tiny.prompts("infinity", 2)
     masked = pipe(prompts, seed=1, method=KeepShare((0.4, 0.9)), greedy=True)
@@ -457,7 +456,7 @@ def test_attention_by_lengths_leaves_tails_alone(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("family", ["var", "infinity"])
 @pytest.mark.parametrize("method", [Method(), FastVAR(), StageVAR(ranks=0.177)], ids=["dense", "fastvar", "stagevar"])
 def test_images_of_the_kernels_are_those_of_plain_torch(family: str, method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random numbers and codes are the same, so that what is left is rounding in float32."""
+    """Random numbers and codes are equal, so only float32 rounding differs."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions with ten bits of mantissa differ by 1.5e-3
     pipe, prompts = eager_pipeline(family, torch.float32), tiny.prompts(family, 1)
     launched = counted("norm_modulate", monkeypatch)
@@ -517,7 +516,7 @@ def test_restore_tokens(size: tuple[int, int], grid: tuple[int, int], added: boo
 
 @pytest.mark.parametrize("kept", [1, 2, 7, 8, 12])
 def test_restore_finds_every_token(kept: int) -> None:
-    """Of any number: what is fresh is 1, what is remembered 0."""
+    """Computed tokens are 1, restored ones 0."""
     index = Maker(DEVICE, torch.float32).selection(2, 12, kept)
     memory, fresh = torch.zeros(2, 4, 8, device=DEVICE), torch.ones(2, kept, 8, device=DEVICE)
     out = kernels.restore_tokens(memory, (2, 2), (3, 4), fresh, index)
@@ -525,7 +524,7 @@ def test_restore_finds_every_token(kept: int) -> None:
 
 
 def test_restore_of_a_part_of_the_grid_with_padding() -> None:
-    """Tokens that lie anywhere on the grid; an index whose tail repeats its last entry."""
+    """Tokens are at arbitrary cells, and the index repeats its last entry."""
     make = Maker(DEVICE, torch.float32)
     cells, index, fresh = make.selection(2, 20, 9), make.selection(2, 9, 4), make.normal(2, 4, 24)
     index[0, 2:], fresh[0, 2:] = index[0, 1], fresh[0, 1]
@@ -584,7 +583,7 @@ def test_distance_is_that_of_the_methods() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 31, 33, 300])
 def test_topk_indices_sorted(tokens: int) -> None:
-    """With ties, both zeros, infinities and what is not a number."""
+    """Includes ties, both zeros, infinities and NaN."""
     generator = torch.Generator(DEVICE).manual_seed(tokens)
     scores = torch.randint(-4, 5, (5, 2 * tokens), generator=generator, device=DEVICE).float()[:, ::2] / 2
     scores[1] = -0.0
@@ -632,7 +631,7 @@ def bit_logits(make: Maker, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("top_p", [0.0, 0.51, 0.8, 0.97, 1.0])
 def test_sample_bits(top_p: float) -> None:
-    """Bit for bit what is drawn without the kernel, and by its reference."""
+    """The bits equal those sampled without the kernel and by its reference."""
     logits, noise = bit_logits(Maker(DEVICE, torch.float32), 2, 50, 41)
     with poisoned():
         found = kernels.sample_bits(logits, noise, top_p)
@@ -693,7 +692,7 @@ def test_available(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_triton_that_cannot_launch_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """As on images without a C compiler. The warning comes once per device."""
+    """A missing C compiler, for example, gives one warning per device."""
 
     def fail(x: Tensor) -> None:
         raise RuntimeError("Failed to find C compiler")
@@ -711,7 +710,7 @@ def test_a_triton_that_cannot_launch_is_not_used(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_package_does_not_need_triton() -> None:
-    """In a fresh interpreter that has none, everything but the kernels works, and they say that they cannot."""
+    """Runs in a new interpreter without Triton."""
     program = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch, nextscale\n"
@@ -729,7 +728,7 @@ def test_the_package_does_not_need_triton() -> None:
 
 
 def test_every_kernel_compiles_for_a_gpu() -> None:
-    """By Triton's compiler for Hopper, which needs no GPU: the interpreter takes more than it does."""
+    """Compiles for Hopper, without a GPU, because the interpreter accepts more than the compiler."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-m", "tests.compile_kernels"], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Kernels of products in eight bits against plain torch, under Triton's interpreter where there is no GPU."""
+"""8-bit kernels compared with torch; in Triton's interpreter without a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def interpreted() -> Iterator[None]:
 
 
 def require_rounded(found: Tensor, exact: Tensor, scale: float) -> None:
-    """e4m3 numbers next to what was rounded, with a little room for the float32 in between; nearly all are the nearest."""
+    """Requires neighboring e4m3 values, allowing for float32 rounding; nearly all must be the nearest."""
     assert found.dtype == E4M3 and found.shape == exact.shape
     within = exact.double().clamp(-E4M3_MAX * scale, E4M3_MAX * scale)
     bound = (within.abs() * 2.0**-4).clamp(min=2.0**-10 * scale) * (1 + 1e-3) + 1e-6 * scale

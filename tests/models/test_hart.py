@@ -46,7 +46,7 @@ def drawn(images: int = 2, seed: Any = 11, **settings: Any) -> Output:
 
 
 def residual_of(prompt: TextFeatures | None = None, seed: Any = 11, pipeline: Pipeline | None = None, **settings: Any) -> Tensor:
-    """What a request adds to its last stage, [B, cells, Z]."""
+    """Returns the residual that a request adds to its last stage, [B, cells, Z]."""
     residuals: list[Tensor | None] = []
     pipeline = pipeline or tiny.shared_pipeline("hart")
     pipeline(prompt or tiny.prompts("hart", 2), seed=seed, on_stage=lambda preview: residuals.append(preview.done.residual), **settings)
@@ -108,7 +108,7 @@ def test_constants_are_those_of_the_respaced_process(count: int) -> None:
 
 
 def test_almost_nothing_of_the_signal_is_left_at_the_end() -> None:
-    """So the first step multiplies what it is given by 2e4."""
+    """The first step therefore multiplies its input by 2e4."""
     step = diffusion_steps(8)[0]
     assert 1 / step.clean_from_state**2 == pytest.approx(2.4e-9, rel=0.02)
     assert step.clean_from_noise == pytest.approx(2.03e4, rel=0.01)
@@ -145,7 +145,7 @@ def head() -> ResidualHead:
 
 
 class WatchedNormal(ImageRng):
-    """Keeps the normal numbers that were asked for."""
+    """Records the normal random numbers."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
         super().__init__(seeds, CPU)
@@ -176,7 +176,7 @@ def published_draw(head: ResidualHead, condition: Tensor, noise: list[Tensor], t
 
 @pytest.mark.parametrize("t", [0.0, 0.5, 1.0, 2.0, 4.1538])
 def test_a_residual_is_drawn_as_published(head: ResidualHead, t: float) -> None:
-    """To rounding, which the first step multiplies by 2e4: over 500 draws the largest difference was 4.6e-5."""
+    """Equal up to rounding, which the first step multiplies by 2e4: the largest difference over 500 draws was 4.6e-5."""
     condition = torch.randn(4, STAGE.cells, CONDITION_WIDTH, generator=torch.Generator().manual_seed(1))
     draws = WatchedNormal([5, 6])
     residual = head.sample(condition, Tokens(STAGE), 1 + t, draws, batch=2)
@@ -280,7 +280,7 @@ def test_where_the_output_is_not_guided_the_residual_is_not_either() -> None:
 
 
 def test_the_variance_is_that_of_the_conditional_rows() -> None:
-    """So scale 0 at the last stage is not the unconditional rows alone, though its codes are."""
+    """With scale 0 at the last stage, the codes are those of the unconditional rows, but not the residual."""
     pipeline, prompt = tiny.shared_pipeline("hart"), tiny.prompts("hart", 2)
     mixed = pipeline(prompt, seed=11, guidance=[2.0, 0.0, 0.0, 0.0], greedy=True)
     alone = pipeline(prompt, seed=11, guidance=[2.0] * 4, method=keeping("uncond", 1), greedy=True)
@@ -289,7 +289,7 @@ def test_the_variance_is_that_of_the_conditional_rows() -> None:
 
 
 class WatchedIds:
-    """What the residual was conditioned on."""
+    """Records the codes that condition the residual."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ids: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Weights of eight bits: the layers, which products they replace, and whole requests. On the CPU e4m3 is emulated by the same modules."""
+"""8-bit weights: the layers, their selection, and whole requests. On the CPU the same modules emulate e4m3."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_weights_take_half_of_the_memory_and_plans_know_it(format: Quantize) -> 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_device_needs_room_for_the_bytes_and_the_weights_of_one_product(format: Quantize) -> None:
-    """The meta device stands for the GPU of test_random_weights_never_lie_on_the_gpu_unquantised."""
+    """The meta device represents the GPU of test_random_weights_never_lie_on_the_gpu_unquantized."""
     model = tiny.fresh_pipeline("infinity").model.bfloat16()
     largest = max(part.weight.numel() for block in model.stack for part in block.modules() if isinstance(part, nn.Linear))
     with LiveBytes("meta") as device:
@@ -271,7 +271,7 @@ def test_what_cannot_be_is_refused_with_the_alternatives(monkeypatch: pytest.Mon
 
 
 def test_a_plan_is_refused_where_loading_is() -> None:
-    """No device is asked: a plan is made anywhere."""
+    """Planning needs no device."""
     plan = ["plan", "-m", "nano", "--quantize", "fp8", "--json"]
     assert run_cli(*plan).exit_code == 0
     refused = run_cli(*plan, "--dtype", "float32")
@@ -297,7 +297,7 @@ def test_formats_are_compared_at_the_same_seeds() -> None:
 
 
 def test_planted_outliers_are_survived() -> None:
-    """Channels 100 times larger: attention and norms of the whole model give what they gave."""
+    """With channels 100 times larger, attention and norms of the model give the same output."""
     prompts, errors = tiny.prompts("infinity", 2), {}
     plain, planted = tiny.fresh_pipeline("infinity"), tiny.fresh_pipeline("infinity")
     plant_outliers(planted.model, 100)

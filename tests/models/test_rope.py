@@ -67,7 +67,7 @@ def turned_pairs(x: Tensor, angles: list[float]) -> Tensor:
 
 
 def star_angles(stage: Stage, cell: int) -> list[float]:
-    """The specification: columns first, then rows; both from 0 to the span, 0 where there is only one."""
+    """Returns the specified angles: columns, then rows, both from 0 to the span; 0 if there is only one."""
     row, column = divmod(cell, stage.width)
     x = column / (stage.width - 1) * SPAN if stage.width > 1 else 0.0
     y = row / (stage.height - 1) * SPAN if stage.height > 1 else 0.0

@@ -63,7 +63,7 @@ def test_every_image_has_its_own_rounds() -> None:
 @settings(deadline=None)
 @given(rounds=st.integers(1, 20), cells=st.integers(1, 5000))
 def test_rounds_settle_all_cells_and_never_fewer_than_before(rounds: int, cells: int) -> None:
-    """Where there are fewer cells than rounds, every round but the last takes one and nothing may be left for the last."""
+    """With fewer cells than rounds, each round but the last settles one, and the last may settle none."""
     counts = cells_per_round(rounds, torch.tensor(cells)).tolist()
     early = counts[:-1]
     assert len(counts) == rounds
@@ -79,7 +79,7 @@ def test_rounds_settle_all_cells_and_never_fewer_than_before(rounds: int, cells:
 
 
 def test_the_best_cells_are_settled_and_of_equals_the_first() -> None:
-    """Two images; the tokens stand for cells 4, 0 and 2 of five, and the others are never settled."""
+    """The tokens of two images are cells 4, 0 and 2 of five; the others are never settled."""
     stage = Stage(2, 1, 5, 2, False)
     state = RefinementState(Tokens(stage, torch.tensor([[4, 0, 2], [4, 0, 2]])), 2, torch.device("cpu"))
     assert state.cells.tolist() == [3, 3]
@@ -100,7 +100,7 @@ def test_a_board_has_as_many_cells_to_settle_as_an_image_has_tokens() -> None:
 
 
 class WatchedState(RefinementState):
-    """Keeps what was settled after every call."""
+    """Records the settled cells after every call."""
 
     boards: list[WatchedState]
 
@@ -117,7 +117,7 @@ class WatchedState(RefinementState):
 
     @property
     def newly(self) -> list[list[int]]:
-        """How many cells of each image every call has settled."""
+        """Number of cells of each image that each call settled."""
         totals = torch.stack([settled.sum(dim=1) for _, settled in self.history])
         return totals.diff(dim=0).tolist()
 
@@ -179,7 +179,7 @@ def test_stages_beyond_the_listed_rounds_repeat_the_last_entry(boards: list[Watc
 
 
 class WatchedRefiner:
-    """What the refiner was given in every round, and what it returned."""
+    """Records inputs and outputs of the refiner in every round."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.known: list[Tensor] = []
@@ -234,7 +234,7 @@ def test_a_list_of_scales_guides_the_refiner_by_its_last(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("temperature", [1.0, 30.0])
 def test_temperature_and_filters_act_on_the_refiner(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
-    """In one round every cell takes a code that the filters leave of the refiner's logits; heat lets in more of them."""
+    """In one round every code passes the filters of the refiner's logits; a higher temperature admits more codes."""
     seen = WatchedRefiner(monkeypatch)
     refine = Refinement(first_stage=3, rounds=(1,), drafted=(0,))
     (codes,) = drawn(refine=refine, top_p=0.5, temperature=temperature, guidance=0).codes[3:]
@@ -266,7 +266,7 @@ def test_the_first_rounds_pick_their_cells_at_random(random: int) -> None:
 
 
 def drawn_without_refiner(**settings: Any) -> Output:
-    """By a model that has no refiner, and the other weights of the one that has."""
+    """Generates with a model without a refiner that has the same other weights."""
     whole, spec = tiny.shared_pipeline("star_refined"), tiny.SPECS["star"]
     model = build_model(spec.model)
     model.load_state_dict({name: value for name, value in whole.model.state_dict().items() if not name.startswith("refiner.")})

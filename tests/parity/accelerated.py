@@ -58,9 +58,9 @@ class SettledDraws(SettledBits):
 
 
 def bit_rng(expected: Expected, schedule: Schedule) -> StoredRng:
-    """Random numbers with which our sampler draws what the stored ones say: 1 where the number is at least the probability of 0.
+    """Returns random numbers with which our sampler draws the stored bits: 1 if the number is at least the probability of 0.
 
-    Ours takes the larger of two ratios of a probability to its number: p0 / u and (1 - p0) / (1 - u).
+    Our sampler takes the larger of two ratios of a probability to its number: p0 / u and (1 - p0) / (1 - u).
     """
     drawn = (expected.input(f"s{stage.index}.uniform") for stage in schedule if f"s{stage.index}.uniform" in expected)
     return StoredRng(exponential=map(drawn_bits, drawn))

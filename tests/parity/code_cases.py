@@ -149,7 +149,7 @@ def drawn(expected: Expected, schedule: Schedule, draft: int, noise: float, seed
 
 
 def lost_race(share: Tensor, exponential: Tensor) -> Tensor:
-    """By how much every code's logit would have to be larger for it to be drawn."""
+    """Returns the amount that must be added to each code's logit for it to be drawn."""
     race = (share / exponential).log()
     return race.amax(dim=-1, keepdim=True) - race
 

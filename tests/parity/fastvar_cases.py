@@ -67,12 +67,12 @@ def mask_of(selection: Tensor, tokens: int) -> Tensor:
 
 
 class Choices:
-    """The tokens that FastVAR keeps, sublayer by sublayer.
+    """Tokens that FastVAR keeps, by sublayer.
 
-    Where only tokens that rounding may have swapped differ from the stored run, those of that run are taken: otherwise one near-tie would
-    change all that follows.
+    If only tokens that rounding may have swapped differ from the stored run, the stored ones are used. Otherwise one near-tie would change
+    everything after it.
 
-    `tie`: how far from the threshold, in distances from the mean, such tokens may lie.
+    `tie`: maximum distance of such tokens from the threshold, in distances from the mean.
     """
 
     def __init__(self, layers: range, sublayers: int, stored: StoredChoice, tie: float) -> None:
@@ -109,7 +109,7 @@ class Choices:
         return {place: choice for place, choice in self.made.items() if place.stage == stage.index}
 
     def added(self, trace: Trace) -> dict[Place, Tensor]:
-        """What every sublayer adds to all tokens of its stage, restored ones included: [R, N, C]."""
+        """Returns the updates that every sublayer adds to all tokens of its stage, including restored ones: [R, N, C]."""
         end = {stage: trace.outputs[stage, self.layers[-1]] for stage in {place.stage for place in self.made}}
         following = {first: self.made[second].x for first, second in pairwise(self.made) if first.stage == second.stage}
         return {place: following.get(place, end[place.stage]) - choice.x for place, choice in self.made.items()}
@@ -129,7 +129,7 @@ def settle(score: Tensor, selection: Tensor, stored: Tensor, tie: float) -> tupl
 
 
 def rounding_of_distances(noise: float, width: int) -> float:
-    """How far the distances from the mean of two tokens can move apart when every entry of every token moves by `noise`."""
+    """Returns the maximum change of the difference of two tokens' distances if every entry of every token changes by `noise`."""
     return 4 * noise * math.sqrt(width)  # token and mean of both
 
 

@@ -96,7 +96,7 @@ def tokenizer_config(config: dict[str, Any]) -> HartTokenizerConfig:
 
 
 def check_sampling(pipe: Pipeline, sampling: dict[str, Any]) -> None:
-    """Fails unless what the reference implementation has built in is as the case says."""
+    """Fails unless the constants of the reference implementation agree with the case."""
     read = {
         "batch",
         "cfg",
@@ -166,7 +166,7 @@ def readings(pipe: Pipeline, sampling: dict[str, Any], expected: Expected, trace
 
 
 def stored_rows(expected: Expected, name: str) -> Tensor | slice:
-    """Which rows of a large tensor are stored; all where nothing is said."""
+    """Returns the stored rows of a large tensor; all by default."""
     return expected.input(name) if name in expected else slice(None)
 
 

@@ -198,9 +198,9 @@ def every(x: Tensor, said: str) -> Tensor:
 
 
 def compare(expected: Expected, read: Read, tolerance: Tolerance, special: dict[str, Tolerance] | None = None) -> None:
-    """Compares what is stored. A name with ".sub4" that is not read as such is every fourth token.
+    """Compares stored tensors. A name with ".sub4" that no reader handles means every fourth token.
 
-    `special` has tolerances by the end of a name.
+    `special` maps suffixes of names to tolerances.
     """
     for name, stored in expected.tensors.items():
         whole, _, step = (name, "", "") if name in read else name.partition(".sub")

@@ -167,7 +167,7 @@ def spreads(shape: Sequence[int]) -> Iterator[tuple[float, float]]:
 
 
 def how_drawn(tensor: Tensor, normal: Tensor) -> dict[str, Any] | None:
-    """How a parameter follows from normal numbers, bit for bit; None if it does not."""
+    """Returns the rule that derives a parameter from normal random numbers bit for bit, or None."""
     rounded = {"half": True} if tensor.dtype == torch.float16 else {}
     for mean, deviation in spreads(tensor.shape):
         entry = {"shape": list(tensor.shape), "mean": mean, "deviation": deviation, **rounded}
@@ -190,7 +190,7 @@ def undecided(rounded: Tensor, normal: Tensor, mean: float = 0.0) -> dict[str, A
 
 
 def how_drawn_but_for_some(tensor: Tensor, normal: Tensor) -> dict[str, Any] | None:
-    """Likewise for a handful of temperatures, of which one beyond the largest was put in by hand."""
+    """Returns the rule for temperatures, one of which, beyond the largest, was set by hand."""
     rounded = {"half": True} if tensor.dtype == torch.float16 else {}
     for mean, deviation in spreads(tensor.shape) if tensor.numel() <= 4 else ():
         other = drawn_value(normal, mean, deviation, **rounded) != tensor
@@ -222,7 +222,7 @@ def drawn_recipe(weights: dict[str, Tensor], seed: int, written_out: Sequence[st
 
 
 def possible_ends(normal: Tensor) -> set[float]:
-    """What the last entry of a parameter may be, also in float16: a quick look before all entries are compared."""
+    """Returns possible last entries of a parameter, also in float16, for a quick check before comparing all entries."""
     values = [drawn_value(normal.view(-1)[-1:], mean, deviation) for mean, deviation in spreads(normal.shape)]
     return {float(value) for exact in values for value in (exact, exact.half())}
 

@@ -52,9 +52,9 @@ def replay_scalekv(folder: Path, case: dict[str, Any], expected: Expected) -> No
 
 
 def budgets_of(case: dict[str, Any], layers: int) -> dict[int, tuple[int, ...]]:
-    """By stage, the keys that every layer keeps when it has run; that of the last stage, which nothing reads, included.
+    """Returns the keys that every layer keeps after each stage, including the last, whose keys are not read.
 
-    Those of stages before the first compressed one are never asked for; a schedule that is too short for any compresses nothing.
+    Values of stages before the first compressed one are not used; schedules that are too short compress nothing.
     """
     said, found = case["scalekv"], {}
     first, stages = said["first_compressed_stage"], len(case["config"]["scale_schedule"])
@@ -67,7 +67,7 @@ def budgets_of(case: dict[str, Any], layers: int) -> dict[int, tuple[int, ...]]:
 
 
 def method_of(model: Infinity, schedule: Schedule, budgets: dict[int, tuple[int, ...]], said: dict[str, Any]) -> ScaleKV:
-    """With the published settings if those of the case are the same."""
+    """Returns the method, with the published settings if they equal those of the case."""
     settings = {"window": said.get("window_size", WINDOW), "pooling": said.get("kernel_size", POOLING), "as_released": True}
     before_last = {stage: kept for stage, kept in budgets.items() if not schedule[stage].last}
     written_out = ScaleKV(budgets=before_last, **settings)
@@ -114,7 +114,7 @@ class TracedSelections(Trace):
         return torch.zeros(*selection.shape[:2], cached, dtype=torch.bool).scatter(2, selection, True)
 
     def stored(self, stage: int, layer: int, cached: int) -> Tensor | None:
-        """Which of the cached tokens the stored run kept, [R, H, T]."""
+        """Returns the cached tokens that the stored run kept, [R, H, T]."""
         kept = self.expected.tensors.get(f"s{stage}.layer{layer}.kept")
         if kept is not None:
             return self.mask(kept.long(), cached)

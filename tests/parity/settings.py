@@ -1,4 +1,4 @@
-"""Settings of a case, from the names of the reference implementations to those of the library."""
+"""Converts settings of a case from names of the reference implementations to ours."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def translated(settings: Mapping[str, Any], names: Mapping[str, str]) -> dict[st
 
 
 def understood(settings: Mapping[str, Any], read: Collection[str], fixed: Mapping[str, Any]) -> None:
-    """Fails where a case has another value than all published models; warns of what its reader does not read.
+    """Fails if a value differs from those of all published models; warns about settings that the reader ignores.
 
-    A setting that matters shows in the tensors, so one that is only unknown is no failure by itself.
+    A setting that matters changes the tensors, so an unknown setting alone is not an error.
     """
     unknown = set(settings) - set(read) - set(fixed)
     if unknown:

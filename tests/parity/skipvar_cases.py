@@ -92,7 +92,7 @@ class StageDraws:
 
 
 def method_of(said: dict[str, Any]) -> SkipVAR:
-    """As released; where the case says that its decision was forced, with models that know no other outcome."""
+    """Returns the method as released, or with models that always take the decision that the case has forced."""
     method = SkipVAR(said["decision_set_used"], as_released=True)
     if said.get("decision_forced"):
         outcome = said["outcome_of_this_run"]

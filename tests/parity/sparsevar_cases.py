@@ -1,7 +1,7 @@
 """Cases of SparseVAR on Infinity.
 
-Which cells enter the network, and what it makes of them, goes through the public path. How the reference implementation fills the other
-cells is defective and no part of the library: the reader does it (`StoredFilling`), so that every stage starts as the stored one did.
+The selected cells and their computation use the public path. The reference implementation fills the other cells incorrectly. The library
+does not; the reader does (`StoredFilling`), so that every stage starts like the stored one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Rules(NamedTuple):
 
     @property
     def method(self) -> SparseVAR:
-        """Without anchors, which the reference implementation adds in batches only."""
+        """Returns the method without anchors, which the reference implementation adds only in batches."""
         return SparseVAR(
             tau=self.tau,
             first_stage=self.first,
@@ -116,7 +116,7 @@ def every_cell(grid: Tensor, step: int) -> Tensor:
 
 
 def sum_readings(expected: Expected, name: str, done: StageOutput, latent: Tensor) -> Read:
-    """The codes of a stage and the sum so far, of which every so many are stored."""
+    """Returns the codes of a stage and the sum so far, at the stored intervals."""
     read: Read = {}
     for stored in ends(expected, f"{name}.codes.sub"):
         step = int(stored.rpartition(".sub")[2])
@@ -137,7 +137,7 @@ def check_words(case: dict[str, Any], schedule: Schedule, trace: StoredFilling) 
 
 
 class Matching(NamedTuple):
-    """How the reference implementation fills the cells that did not run, [B, cells] each."""
+    """Sources with which the reference implementation fills the cells that did not run, [B, cells] each."""
 
     excluded: Tensor
     similarity: Tensor
@@ -150,9 +150,9 @@ class Matching(NamedTuple):
 
 
 class StoredFilling(Trace):
-    """Traces SparseVAR. Cells that did not run are filled as in the reference implementation, and the stored choices are followed.
+    """Traces SparseVAR, fills cells that did not run like the reference implementation, and follows the stored selections.
 
-    So what a stage keeps, compares or copies is made of numbers that fit the stored ones, and a difference stays where it arises.
+    Every stage therefore works on the stored numbers, and a difference remains where it occurs.
     """
 
     def __init__(self, rules: Rules, expected: Expected, batch: int, depth: int) -> None:
@@ -171,7 +171,7 @@ class StoredFilling(Trace):
 
     @contextmanager
     def fills(self, model: Infinity) -> Iterator[None]:
-        """The head runs on all cells, of which some were copied."""
+        """Makes the head run on all cells, including copied ones."""
         head = model.logits
 
         def filled(x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
@@ -181,7 +181,7 @@ class StoredFilling(Trace):
             yield
 
     def fill(self, x: Tensor) -> Tensor:
-        """Hidden states of the tokens that ran [R, N, C] to those of all cells."""
+        """Expands hidden states of the tokens that ran, [R, N, C], to all cells."""
         stage = self.tokens.stage
         if self.tokens.index is None:
             return x
@@ -230,14 +230,14 @@ class StoredFilling(Trace):
         return kept & (kept.cumsum(dim=1) <= smallest)  # a defect: larger sets lose their last cells
 
     def anchors(self, stage: Stage) -> Tensor:
-        """In the order of the reference implementation, whose last row and column are in its list twice if they are on the grid too."""
+        """Returns the anchors in the order of the reference implementation, which lists a last row and column on the grid twice."""
         rows, columns = (
             torch.cat([anchor_cells((1, side), self.rules.spacing, torch.device("cpu")), torch.tensor([side - 1])]) for side in stage.size
         )
         return (rows[:, None] * stage.width + columns).flatten()
 
     def similarities(self, stage: Stage) -> Tensor:
-        """Of every cell to the anchors that are compared, [B, cells, 4]."""
+        """Returns the similarities of every cell to the compared anchors, [B, cells, 4]."""
         vectors = self.compared_vectors(stage)
         each = [best_anchor(vectors, anchor, stage.size)[0] for anchor in self.anchors(stage)[:COMPARED_ANCHORS, None]]
         return torch.stack(each, dim=-1)

@@ -90,7 +90,7 @@ def race_won_by(index: Tensor, probability: Tensor) -> Tensor:
 
 
 def group_readings(name: str, chosen: Call, first: Call, last: Call) -> Read:
-    """What a case stores of a group: the call that chose its representatives, and those of its first and last block."""
+    """Returns the stored tensors of a group: the call that chose its representatives, and those of its first and last block."""
     weight = chosen.inputs[0]
     return {
         f"{name}.probability": lambda: weight / weight.sum(dim=1, keepdim=True),

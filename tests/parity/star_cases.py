@@ -59,7 +59,7 @@ SETTLED_IN_15 = 13  # the stage that version "1024" settles in 15 rounds, those 
 
 
 def replay_star(folder: Path, case: dict[str, Any], expected: Expected) -> int:
-    """Replays all runs of a case, of which `expected` is the first one's. Returns how many tensors of the others were compared."""
+    """Replays all runs of a case; `expected` has the first one. Returns the number of tensors compared in the others."""
     tokenizer = shared_tokenizer(folder, case)
     stored = {
         name: expected if run["file"] == "case.safetensors" else Expected.read(folder / run["file"]) for name, run in case["runs"].items()
@@ -83,7 +83,7 @@ def transformer_file(case: dict[str, Any]) -> str:
 
 
 def tokenizer_beside(weights: Path, **stated: Any) -> VarTokenizer:
-    """The tokenizer that the json beside a shared weights file describes, not yet filled. It must be what the case has stated."""
+    """Creates the tokenizer that the json next to a shared weights file describes, after checking it against the case."""
     config = json.loads(weights.with_suffix(".json").read_text())["config"]
     assert stated.items() <= config.items(), f"the case describes another tokenizer: {stated}"
     return var_tokenizer({**config, "z_channels": config["Cvae"]})
@@ -128,7 +128,7 @@ def confidence(kept: Tensor, ids: Tensor) -> Tensor:
 
 @contextmanager
 def rounds_of(model: Star) -> Iterator[dict[int, list[Round]]]:
-    """Traces what is sampled in every round, by stage."""
+    """Traces the samples of every round, by stage."""
     rounds: dict[int, list[Round]] = defaultdict(list)
     with calls_of({} if model.refiner is None else {"refiner": model.refiner}) as seen:
 
@@ -190,7 +190,7 @@ class StarRun:
             self.expected.compare(self.readings())
 
     def replay_smooth(self) -> None:
-        """Rounding grows from stage to stage, so the run is also repeated with every stage starting from what is stored of the last."""
+        """Repeats the run with every stage starting from the stored tensors, because rounding grows from stage to stage."""
         self.expected.compare_grown(self.readings, ROUNDING)
         own: dict[int, Tensor] = {}
 
@@ -287,7 +287,7 @@ class StarRun:
 
 @torch.inference_mode()
 def replay_star_encoder(folder: Path, case: dict[str, Any], expected: Expected) -> None:
-    """Encodes and decodes an image; the decoder's weights are those of the generating cases."""
+    """Encodes and decodes an image with the decoder weights of the generating cases."""
     encoder = load_file(folder / re.match(FILE, case["weights"]).group())
     decoder_path = folder / re.search(rf"decoder weights in ({FILE})", case["what"]).group(1)
     decoder = load_file(decoder_path)

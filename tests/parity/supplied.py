@@ -36,7 +36,7 @@ class StoredRng:
         normal: Iterable[Tensor] = (),
         exponential: Iterable[Tensor] = (),
     ) -> None:
-        """`exponential` comes first. `smoothing` has those of every smoothed stage, used after the ones that sample its codes."""
+        """`exponential` is used first. `smoothing` has the numbers of every smoothed stage, used after those that sample its codes."""
         pairs = chain.from_iterable((None, noise) for noise in smoothing)
         self._exponential, self._uniform, self._normal = chain(exponential, pairs, repeat(None)), iter(uniform), iter(normal)
 

@@ -23,7 +23,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def without_twins(cases: Sequence[Case]) -> list[Case]:
-    """Without the project's own cases whose whole ones, out of which they were cut, are there: those compute the same and compare more."""
+    """Drops the project's own cases if the full ones are available, which compute the same and compare more."""
     names = {case.name for case in cases}
     return [case for case in cases if not case.name.startswith(OWN) or case.name.removeprefix(OWN) not in names]
 

@@ -1,4 +1,4 @@
-"""The readers of ScaleKV's, SkipVAR's and CoDe's cases pass on what a case says, whether a stored case says so or not."""
+"""The readers of ScaleKV, SkipVAR and CoDe cases use all settings of a case."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_skipvar_compares_the_decision_tables_of_a_generation(changed: str | Non
 
 @pytest.mark.parametrize(("stored", "settled"), [([1, 2], [1, 2]), ([0, 2], [0, 2]), ([2, 0], [1, 2])], ids=["same", "near", "far"])
 def test_code_settles_draws_at_the_border_alone(stored: list[int], settled: list[int]) -> None:
-    """Probabilities 0.5, 0.25, 0.25: the first number lies at the border of codes 0 and 1, the second far inside code 2."""
+    """With probabilities 0.5, 0.25, 0.25, the first number is at the border of codes 0 and 1, the second well inside code 2."""
     tensors = {"draft.s0.tokens": torch.tensor([stored]), "draft.s0.uniform": torch.tensor([[0.50005, 0.9]])}
     logits = torch.tensor([0.5, 0.25, 0.25]).log().expand(1, 2, 3)
     said = pytest.warns(UserWarning, match="1 codes") if stored == settled != [1, 2] else nullcontext()

@@ -259,7 +259,7 @@ def test_another_projection_fails(tmp_path: Path) -> None:
 
 
 def test_another_representative_fails(tmp_path: Path) -> None:
-    """The method takes it, as it is handed in, and what comes after does not fit."""
+    """The method accepts the representative that it is given, and later tensors differ."""
     folder = copy_of(STAGEVAR, tmp_path)
     change_one_value(folder / "case.safetensors", "s10.g3.index", 0)
     with pytest.raises(AssertionError):
@@ -267,7 +267,7 @@ def test_another_representative_fails(tmp_path: Path) -> None:
 
 
 def regroup(folder: Path, groups: int) -> Path:
-    """The case of StageVAR with the same blocks in other groups. Expected is what does not depend on where the groups end."""
+    """Returns the StageVAR case with other groups of blocks, and the expected tensors that do not depend on the grouping."""
     path, tensors = folder / "case.json", load_file(folder / "case.safetensors")
     case = json.loads(path.read_text())
     before, size = case["config"]["depth"] // case["config"]["block_chunks"], case["config"]["depth"] // groups
@@ -356,7 +356,7 @@ def test_what_a_case_says_in_words_must_be_true(case: str, said: str, other: obj
 
 @pytest.mark.parametrize("name", ["s10.kept", "s9.bits.packed"])
 def test_another_choice_of_sparsevar_fails(name: str, tmp_path: Path) -> None:
-    """The reader goes on with it, and what comes after does not fit."""
+    """The reader uses the selection, and later tensors differ."""
     folder = copy_of(SPARSEVAR, tmp_path)
     tensors = load_file(folder / "case.safetensors")
     if name.endswith("kept"):
@@ -374,7 +374,7 @@ SIDES = Schedule([(side, side) for side in (1, 2, 4)])
 
 
 def filling(spacing: int, share: float) -> StoredFilling:
-    """What fills stage 2 of `SIDES`, where the method has kept two cells of stage 1."""
+    """Returns the filling of stage 2 of `SIDES` if the method has kept two cells of stage 1."""
     found = StoredFilling(Rules(2, share, range(1), spacing, 0.8), Expected({}), 1, 1)
     found.schedule = SIDES
     found.method_change[1] = torch.tensor([[1.0, 0.0, 0.0, 0.5]])
@@ -383,7 +383,7 @@ def filling(spacing: int, share: float) -> StoredFilling:
 
 
 def test_anchors_at_an_edge_that_is_on_the_grid_are_listed_twice() -> None:
-    """As the reference implementation lists them; which of two equal ones is compared changes nothing."""
+    """The order equals the reference implementation's; comparing either of two equal anchors gives the same result."""
     assert filling(3, 0.5).anchors(SIDES[2]).view(3, 3).tolist() == [[0, 3, 3], [12, 15, 15], [12, 15, 15]]
     assert filling(2, 0.5).anchors(SIDES[2]).view(3, 3).tolist() == [[0, 2, 3], [8, 10, 11], [12, 14, 15]]
 
@@ -395,7 +395,7 @@ def test_where_nothing_exceeds_the_threshold_the_reference_implementation_keeps_
 
 
 def test_what_was_left_out_comes_back_in_the_reference_implementation_alone() -> None:
-    """A share of 3/4 in the stage before asks for 12 cells, and 8 lie where something changed: of equals the last are taken."""
+    """A share of 3/4 in the previous stage needs 12 cells, and 8 have changed; ties are resolved from the end."""
     found = filling(2, 0.25)
     found.method_change[1] = torch.tensor([[1.0, 0.0, 0.4, 0.5]])
     corner = torch.tensor([[1, 1, 0, 0]] * 2 + [[0, 0, 1, 1]] * 2).view(1, 16).bool()

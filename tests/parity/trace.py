@@ -65,7 +65,7 @@ class Trace(Method):
 
 @dataclass(frozen=True)
 class TraceRun(MethodRun):
-    """Runs what the trace's method would, and notes it."""
+    """Runs the trace's method and records its calls."""
 
     trace: Trace
     run: MethodRun

@@ -1,9 +1,9 @@
-"""MACs counted from plans, against what torch's own counter sees of real requests: equal to the last one.
+"""MACs counted from plans equal those that torch's counter measures in real requests.
 
-The counter sees mm, addmm and bmm; attention is run by torch's plain kernel, whose two products are bmm, because the counter does not
-know the fused kernel of the CPU. Left out of the comparison: convolutions (the canvas blends with them; decoding and the prompt are not
-inside what is counted), and mixtures of codes, which the canvas multiplies with its codebook (so codes are sampled one by one here).
-SparseVAR multiplies once more than is counted, by an amount that is checked here.
+The counter sees mm, addmm and bmm. Attention runs with torch's math backend, whose two products are bmm, because the counter does not know
+the fused CPU kernel. Not compared are convolutions (the canvas blends with them; decoding and the prompt are not counted), and mixtures of
+codes, which the canvas multiplies with its codebook (codes are sampled here). SparseVAR has one product that is not counted; its size is
+checked.
 """
 
 from __future__ import annotations
@@ -279,9 +279,9 @@ def test_an_approximation_of_low_rank_is_put_together_from_all_directions(family
 
 @pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family not in LIKE_OTHERS])
 def test_all_of_sparsevar_but_its_search_for_anchors_is_counted(family: str) -> None:
-    """Which multiplies the logits that are expected at all cells with those at the anchors, in reduced stages of every image.
+    """The search multiplies expected logits of all cells with those of the anchors, in reduced stages of every image.
 
-    Texts are equally long: packed rows read shorter ones up to their length, which is not counted.
+    Texts are equally long, because packed rows read shorter ones only up to their length, which is not counted.
     """
     prompts, negative = tiny.prompts(family, 2), None
     if family in tiny.TEXT_FAMILIES and family != "hart":
@@ -422,7 +422,7 @@ def test_as_many_plans_as_stages() -> None:
 
 
 def test_a_published_model_without_weights() -> None:
-    """Infinity-2B at one megapixel, one guided image: 115 million million floating-point operations, of which 36 are attention."""
+    """Infinity-2B at one megapixel, one image with CFG: 115 TFLOP, including 36 TFLOP of attention."""
     spec = model_spec("infinity-2b")
     with torch.device("meta"):
         model = build_model(spec.model)

@@ -1,4 +1,4 @@
-"""Memory by the plan: what is reserved is what a run allocates, and a run that needs more still generates the same images."""
+"""Planned memory: a run allocates the reserved memory, and a run that needs more generates the same images."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IMAGES = 2
 
 
 class SeenWorkspace(Workspace):
-    """Calls back when it is there, before the first layer has freed what it does not need any more."""
+    """Calls back when it is allocated, before the first layer frees memory."""
 
     def __init__(self, spec: CacheSpec, seen: Callable[[], None]) -> None:
         super().__init__(spec)
@@ -45,7 +45,7 @@ class SeenWorkspace(Workspace):
 
 @dataclass(frozen=True)
 class Reserving(Method):
-    """Caches of given sizes, of which it sees how much they take."""
+    """Allocates caches of given sizes and records their size."""
 
     exclusive = frozenset({"cache"})
     spec: CacheSpec
@@ -150,7 +150,7 @@ def test_a_request_without_guidance_reserves_its_rows(family: str) -> None:
 @every_method
 @pytest.mark.parametrize("guided", [True, False])
 def test_a_request_reserves_by_its_forecast(method: Method, guided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sizes that the tests above take for granted are those with which generation makes its caches."""
+    """Generation creates caches of the sizes that the tests above assume."""
     made: list[CacheSpec] = []
 
     def seen(*arguments: Any) -> CacheSpec:
@@ -229,7 +229,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 @every_family
 @pytest.mark.parametrize("method", DATA_DEPENDENT.values(), ids=DATA_DEPENDENT)
 def test_what_runs_more_than_was_assumed_grows(family: str, method: Method, poisoned: None) -> None:
-    """At least what ran and what was reserved, at most what dense generation takes; and the same images, bit for bit."""
+    """The size is at least that of the reserved and computed tokens, at most that of dense generation; the images are equal bit for bit."""
     spec = reserved(family, method)
     settings = {"smooth": False} if family == "hart" else {}
     seen = generated(family, method, spec, **settings)
@@ -256,7 +256,7 @@ def test_growing_to_everything_takes_what_dense_generation_takes() -> None:
 
 
 def test_memory_is_reserved_for_all_cells() -> None:
-    """However few of them images keep; budgets reserve what they compute."""
+    """Independent of the number of kept cells; budgets reserve what they compute."""
     method = SparseVAR(first_stage=1)
     assert [stage.tokens for stage in reserved("var", method).stages] == [(count,) * 3 for count in (1, 4, 9, 16)]
 
@@ -356,7 +356,7 @@ def test_rows_may_leave_before_anything_is_kept_or_later_than_planned() -> None:
 
 
 def test_nothing_is_allocated_before_it_is_needed() -> None:
-    """A captured graph owns what is allocated during its capture, and only that may be freed on the way."""
+    """A captured graph owns the memory allocated during its capture, and may free only that."""
     cache = cache_of(stage_keys(1, 4))
     assert cache.nbytes == cache.workspace.nbytes == 0
     append(cache, 0)
@@ -368,7 +368,7 @@ def test_nothing_is_allocated_before_it_is_needed() -> None:
 
 @pytest.mark.parametrize("family", ["var", "hart"])
 def test_feed_forward_in_chunks_is_that_of_all_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces that do not come out even; nothing of it is in place where there is a gradient, nor is the input ever written to."""
+    """Chunks are uneven. With gradients nothing is computed in place, and the input is never modified."""
     feed_forward = tiny.shared_pipeline(family).model.stack[0].feed_forward
     x = torch.randn(3, 5, tiny.WIDTH, generator=torch.Generator().manual_seed(0))
     given = x.clone()

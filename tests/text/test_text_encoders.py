@@ -1,4 +1,4 @@
-"""What HART's and STAR's text encoders share with T5, whose tests show the rest of it."""
+"""Behavior that HART's and STAR's text encoders share with T5; test_text.py has the rest."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_system_prompt_is_read_and_can_be_changed(saved_model: Path) -> None:
 
 
 def test_left_padding_in_front_of_everything_is_finite(saved_models: dict[tuple[str, str], Path]) -> None:
-    """Without a system prompt the first padding positions have nothing to attend to."""
+    """Without a system prompt, the first padding positions have no tokens to attend to."""
     row = QwenEncoder(saved_models["qwen2", "left"], tokens=TOKENS, system_prompt=None)([SHORT]).rows[0]
     assert torch.isfinite(row).all()
 

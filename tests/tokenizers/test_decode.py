@@ -1,4 +1,4 @@
-"""From the latent to pixels: the decoder's kernels, decoding in strips, and the memory that both are said to take."""
+"""Decoding: kernels, strips, and predicted memory."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def biases(channels: int, dtype: torch.dtype, count: int) -> Tensor:
 @every_dtype
 @pytest.mark.parametrize(("shape", "shifted"), [*zip(SHAPES, cycle((False, True)), strict=False), (SHAPES[-1], True)], ids=str)
 def test_the_kernel_is_group_norm_and_silu(shape: tuple[int, ...], dtype: torch.dtype, shifted: bool, interpreted: None) -> None:
-    """Its error against float64 is at most twice that of torch, and its layout that of the input.
+    """The error against float64 is at most twice torch's, and the layout is that of the input.
 
-    A millionth is allowed besides: a first pixel that is far from the mean costs a few roundings of the variance.
+    1e-6 is added, because a first pixel far from the mean costs some rounding of the variance.
     """
     x, norm = channels_last(*shape, dtype=dtype, mean=0.5), given_norm(shape[1], dtype)
     shift = 3 * biases(shape[1], dtype, 1)[0] if shifted else None
@@ -99,7 +99,7 @@ def test_the_kernel_is_group_norm_and_silu(shape: tuple[int, ...], dtype: torch.
 
 
 def test_many_shares_of_the_pixels_make_one_mean(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 4 pixels in 5 shares that do not come out even, of which 2 are added at a time."""
+    """Uses tiles of 4 pixels in 5 uneven shares, added two at a time."""
     for name, number in (("TILE", 32 * 4), ("SUMS_TILE", 32 * 4), ("PROGRAMS", 5), ("SHARES", 2)):
         monkeypatch.setattr(kernel, name, number)
     x, norm = channels_last(1, 32, 3, 13, dtype=torch.float32), given_norm(32, torch.float32)
@@ -126,7 +126,7 @@ SMALL = [shape for shape in SHAPES if shape[1] <= 256]
 
 @pytest.mark.parametrize(("shape", "dtype"), [*zip(SMALL, cycle(DTYPES), strict=False), *zip(SMALL[1:], DTYPES, strict=False)], ids=str)
 def test_norm_and_last_convolution_in_one_pass(shape: tuple[int, ...], dtype: torch.dtype, interpreted: None) -> None:
-    """Beyond the edges are zeros, not what a norm makes of them. Weights lie as they come, or channels last."""
+    """Pixels beyond the edges are zero after the norm. Weights are contiguous or channels-last."""
     x, norm = channels_last(*shape, dtype=dtype, mean=0.5), given_norm(shape[1], dtype)
     weight = (torch.randn(3, shape[1], 3, 3, generator=torch.Generator().manual_seed(6)) / shape[1] ** 0.5).to(DEVICE, dtype)
     weight = weight.contiguous(memory_format=torch.channels_last) if shape[0] > 1 else weight
@@ -135,7 +135,7 @@ def test_norm_and_last_convolution_in_one_pass(shape: tuple[int, ...], dtype: to
 
 
 def test_norm_and_last_convolution_of_many_tiles(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 14 columns and 3 rows, which do not come out even. Not a bit of an image differs from that of the image alone."""
+    """Tiles of 14 columns and 3 rows do not divide the size. Images of a batch equal single images bit for bit."""
     x, norm = channels_last(2, 48, 8, 31, dtype=torch.bfloat16), given_norm(48, torch.bfloat16)
     weight, bias = torch.ones(4, 48, 3, 3, dtype=torch.bfloat16, device=DEVICE), biases(4, torch.bfloat16, 1)[0]
     given = (norm.num_groups, norm.weight, norm.bias, norm.eps, weight, bias)
@@ -172,7 +172,7 @@ def test_bias_and_residual_in_one_pass(shape: tuple[int, ...], dtype: torch.dtyp
 
 @pytest.mark.parametrize(("shape", "dtype"), [*zip(SHAPES[1:], cycle(DTYPES), strict=False)], ids=str)  # one number has no variance
 def test_sums_that_are_collected_while_a_residual_is_added(shape: tuple[int, ...], dtype: torch.dtype, interpreted: None) -> None:
-    """The sum is that of the kernel that collects nothing, bit for bit, and its mean and scale those that reading it once more finds."""
+    """The result equals the kernel without sums bit for bit; mean and scale equal those of a separate pass."""
     x, residual, norm = channels_last(*shape, dtype=dtype), channels_last(*shape, dtype=dtype, mean=2.0), given_norm(shape[1], dtype)
     bias, residual_bias = biases(shape[1], dtype, 2)
     others = (bias, residual) if shape[0] == 1 else (bias, residual, residual_bias)
@@ -198,7 +198,7 @@ def test_sums_of_many_shares(interpreted: None, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_bias_and_residual_of_many_tiles(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 4 pixels, which do not come out even; rows of a larger map, as strips are, and nothing beside them."""
+    """Tiles of 4 pixels do not divide the size. Rows of a larger map are updated, as in strips, and no other rows."""
     monkeypatch.setattr(bias_residual, "TILE", 32 * 4)
     whole, update = channels_last(1, 96, 8, 7, dtype=torch.float32), channels_last(1, 96, 3, 7, dtype=torch.float32)
     bias, expected = biases(96, torch.float32, 1)[0], whole.clone()
@@ -256,7 +256,7 @@ def test_upsampling_and_convolution_in_one_step(height: int, width: int) -> None
 
 
 def test_a_merged_upsampling_follows_its_weights() -> None:
-    """Decoders that merge give the same pixels, those of other weights too, new ones or written into the old."""
+    """Merged decoders give the same pixels, also after weights were replaced or overwritten."""
     config = AutoencoderConfig(32, (1, 2), 4, blocks_per_level=0, attention=False)
     decoder, z = decoder_of(config), latent(config, 1, 2, 3)
     resize = decoder.stack[0].resize
@@ -279,7 +279,7 @@ def lay_out_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_decoder_takes_the_kernels_where_it_can(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For channels-last tensors without gradient; in strips too. The pixels are those of plain torch."""
+    """Kernels run for channels-last tensors without gradients, also in strips. The pixels equal torch's."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # convolutions with ten bits of mantissa differ by 1.5e-3
     calls: Counter[str] = Counter()
 
@@ -340,7 +340,7 @@ def test_a_norm_keeps_its_names_and_its_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_channels_last_changes_nothing_but_rounding(config: AutoencoderConfig, dtype: torch.dtype) -> None:
-    """What a GPU is given, here on a CPU: an error against float64 like that of the usual layout."""
+    """Runs the layout of a GPU on the CPU; its error against float64 is similar to that of the usual layout."""
     decoder, z = decoder_of(config, dtype), latent(config, 2, 4, 3)
     exact = copy.deepcopy(decoder).double().at_once(z.to(dtype).double())
     with torch.no_grad():
@@ -374,7 +374,7 @@ def test_a_gpu_gets_channels_last() -> None:
 def test_strips_make_the_image_that_is_decoded_at_once(
     config: AutoencoderConfig, height: int, width: int, rows: int, levels: int, images: int
 ) -> None:
-    """To float32's rounding: pixels have a deviation near 0.6. Strips whose norms looked at themselves alone would be off by 0.5."""
+    """Equal up to float32 rounding. Pixels have a standard deviation near 0.6, and separately normalized strips would differ by 0.5."""
     decoder, z = decoder_of(config), latent(config, images, height, width)
     with torch.no_grad():
         torch.testing.assert_close(decode_tiled(decoder, z, Strips(rows, levels)), decoder.at_once(z), rtol=0, atol=1e-4)
@@ -495,7 +495,7 @@ def meta_decoder(model: str, dtype: torch.dtype) -> Decoder:
 
 
 def peak_of(decoder: Decoder, side: int, dtype: torch.dtype, strips: Strips | None) -> tuple[int, int]:
-    """Of one image, and what was predicted."""
+    """Returns the peak memory of one image, and the prediction."""
     cells = side // tiles.stride(decoder)
     z = torch.empty(1, decoder.conv_in.in_channels, cells, cells, dtype=dtype, device="meta")
     with torch.no_grad(), LiveBytes() as found:
@@ -515,7 +515,7 @@ def test_the_predicted_memory_is_enough_and_not_much_more(model: str, side: int,
 @pytest.mark.parametrize("strips", [None, Strips(64, 3)])
 @pytest.mark.parametrize("model", ["infinity-2b", "hart-0.7b", "flexvar-d16"])
 def test_kernels_take_no_more_memory_than_is_predicted(model: str, strips: Strips | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the place of each, something that makes the same tensors: they add in place, where torch makes a third map."""
+    """Kernels are replaced by functions that allocate the same tensors, because torch would allocate a third map."""
     monkeypatch.setitem(vars(kernels), "group_norm_silu", lambda x, *others: torch.empty_like(x))
     monkeypatch.setitem(vars(kernels), "centered_silu", lambda x, *others: torch.empty_like(x))
     monkeypatch.setitem(vars(kernels), "group_norm_silu_conv", lambda x, *others: x.new_empty(len(x), 3, *x.shape[2:], dtype=torch.float32))
