@@ -408,9 +408,7 @@ def without_encoder() -> Pipeline:
 
 def test_guidance_needs_the_empty_text_or_something_else_to_steer_away_from() -> None:
     pipeline, text = without_encoder(), tiny.prompts("star", 2)
-    with pytest.raises(
-        TextEncoderUnavailable, match=r"guidance reads the empty prompt.*negative=<its features>.*nobody/encoder is not here"
-    ):
+    with pytest.raises(TextEncoderUnavailable, match=r"negative=.*nobody/encoder is not here"):
         pipeline(text, seed=11)
     tiny.assert_same_bits(pipeline(text, seed=11, negative=tiny.shared_pipeline("star").reader.empty()), drawn("star"))
     tiny.assert_same_bits(pipeline(text, seed=11, guidance=0), drawn("star", guidance=0))
