@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .edit_inputs import EditOptions, expanded, mask_from_alpha
     from .errors import NextscaleError
     from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
     from .loading import MODELS, ModelSpec
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
         FastVAR,
         Method,
         MethodRun,
+        NearMask,
         SkipStages,
         SparseVAR,
         StagePlan,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from .text import T5Encoder, TextFeatures
 
 MODULES = {  # of the public names; each is imported when a name of it is first used, so that the command line starts without torch
+    "edit_inputs": ("EditOptions", "expanded", "mask_from_alpha"),
     "errors": ("NextscaleError",),
     "guidance": ("ConstantGuidance", "Guidance", "RampGuidance", "StageGuidance"),
     "loading": ("MODELS", "ModelSpec", "load"),
@@ -43,11 +46,13 @@ __all__ = [
     "Auto",
     "ConstantGuidance",
     "DropGuidance",
+    "EditOptions",
     "FastVAR",
     "Guidance",
     "Method",
     "MethodRun",
     "ModelSpec",
+    "NearMask",
     "NextscaleError",
     "Output",
     "Pipeline",
@@ -66,7 +71,9 @@ __all__ = [
     "T5Encoder",
     "TextFeatures",
     "Tokens",
+    "expanded",
     "load",
+    "mask_from_alpha",
 ]
 
 

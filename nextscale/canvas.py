@@ -80,9 +80,17 @@ class Canvas:
         """What codes [B, N, ...] stand for in the latent, [B, N, Z]."""
         raise NotImplementedError
 
+    def grid(self, codes: Tensor, tokens: Tokens) -> Tensor:
+        """Returns codes of some tokens as the stage's map [B, Z, h, w]; an absent token has the value that contributes nothing."""
+        return on_grid(self.vectors(codes), tokens)
+
+    def write(self, grid: Tensor, stage: Stage) -> None:
+        """Puts a stage's map on the canvas."""
+        raise NotImplementedError
+
     def add(self, codes: Tensor, tokens: Tokens) -> None:
         """Puts a stage's codes on the canvas; tokens that are absent contribute nothing."""
-        raise NotImplementedError
+        self.write(self.grid(codes, tokens), tokens.stage)
 
     def add_residual(self, values: Tensor, tokens: Tokens) -> None:
         """Adds continuous values [B, N, Z] to the last stage's codes; only where the model has any (HART)."""
@@ -137,11 +145,10 @@ class ResidualCanvas(Canvas):
         """Code numbers [B, N], or mixtures over the codebook [B, N, V]."""
         return codes @ self.tokenizer.codebook if codes.is_floating_point() else self.tokenizer.codebook[codes]
 
-    def add(self, codes: Tensor, tokens: Tokens) -> None:
-        grid = on_grid(self.vectors(codes), tokens)
-        if not tokens.stage.last:
+    def write(self, grid: Tensor, stage: Stage) -> None:
+        if not stage.last:
             grid = F.interpolate(grid, size=self.schedule.grid, mode="bicubic")
-        self.latent = self.latent + self.blended(grid, tokens.stage)
+        self.latent = self.latent + self.blended(grid, stage)
 
     def blended(self, grid: Tensor, stage: Stage) -> Tensor:
         return self.tokenizer.blend(grid, stage.index, len(self.schedule))
@@ -178,9 +185,9 @@ class BitCanvas(Canvas):
         """Bits [B, N, bits per token], 0 or 1; the cells of a token side by side."""
         return self.tokenizer.signs(codes)
 
-    def add(self, codes: Tensor, tokens: Tokens) -> None:
-        signs = to_channels_last(self.tokenizer.spread_cells(on_grid(self.vectors(codes), tokens)))
-        if not tokens.stage.last:
+    def write(self, grid: Tensor, stage: Stage) -> None:
+        signs = to_channels_last(self.tokenizer.spread_cells(grid))
+        if not stage.last:
             signs = F.interpolate(signs, size=self.latent.shape[2:], mode="bilinear")
         self.latent = self.latent + signs
 
@@ -200,10 +207,13 @@ class ReplacedCanvas(Canvas):
         """Code numbers [B, N]."""
         return self.codebook[codes]
 
-    def add(self, codes: Tensor, tokens: Tokens) -> None:
+    def grid(self, codes: Tensor, tokens: Tokens) -> Tensor:
         """Absent tokens keep the previous estimate."""
         previous = to_rows(self._resized(tokens.stage)) if tokens.index is not None else self.latent
-        self.latent = to_map(tokens.scatter(self.vectors(codes), previous), tokens.stage)
+        return to_map(tokens.scatter(self.vectors(codes), previous), tokens.stage)
+
+    def write(self, grid: Tensor, stage: Stage) -> None:
+        self.latent = grid
 
     def skip(self, stage: Stage) -> None:
         self.latent = self._resized(stage)

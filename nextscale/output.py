@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from .canvas import Canvas
+from .edit import Paste
 from .generate import StageOutput
 from .io import encode_image, to_pil
 from .report import Report, StageReport
@@ -26,6 +27,7 @@ class Stages:
 
     latents: tuple[Tensor, ...]
     tokenizer: Tokenizer
+    paste: Paste | None = None
 
     def __len__(self) -> int:
         return len(self.latents)
@@ -33,12 +35,12 @@ class Stages:
     @torch.inference_mode()
     def images(self, stage: int) -> list[Image.Image]:
         """All images of the batch as they would be if generation had stopped after this stage. FlexVAR's grow with the stage."""
-        return to_pil(self.tokenizer.decode(self.latents[stage]))
+        return to_pil(decoded(self.tokenizer, self.latents[stage], self.paste))
 
     @torch.inference_mode()
     def strip(self, image: int = 0) -> list[Image.Image]:
         """One image of the batch after every stage."""
-        return [to_pil(self.tokenizer.decode(latent[image : image + 1]))[0] for latent in self.latents]
+        return [to_pil(decoded(self.tokenizer, latent, self.paste, [image]))[0] for latent in self.latents]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +71,7 @@ class Preview:
     done: StageOutput  # where captured graphs are replayed, without logits, and the next request writes into its tensors
     latent: Tensor  # a copy of what the canvas held after this stage
     tokenizer: Tokenizer
+    paste: Paste | None = None  # of an edit
 
     @property
     def canvas(self) -> Canvas:
@@ -76,9 +79,15 @@ class Preview:
         return self.done.canvas
 
     @torch.inference_mode()
-    def images(self) -> list[Image.Image]:
-        """The images as they would be if generation stopped here. FlexVAR's grow with the stage."""
-        return to_pil(self.tokenizer.decode(self.latent))
+    def images(self, rows: Sequence[int] | None = None) -> list[Image.Image]:
+        """The images, or some of them, as they would be if generation stopped here. FlexVAR's grow with the stage."""
+        return to_pil(decoded(self.tokenizer, self.latent, self.paste, rows))
+
+
+def decoded(tokenizer: Tokenizer, latent: Tensor, paste: Paste | None, rows: Sequence[int] | None = None) -> Tensor:
+    """Returns the pixels of a latent, or of some of its images, pasted into those that were edited."""
+    pixels = tokenizer.decode(latent if rows is None else latent[list(rows)])
+    return pixels if paste is None else paste(pixels, rows)
 
 
 def mask_of(done: StageOutput, batch: int) -> Tensor:

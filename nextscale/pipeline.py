@@ -16,6 +16,8 @@ from rich.progress import Progress
 from torch import Tensor
 
 from .device import Timer, check_quantize, choose_device, choose_dtype, device_lock, place, reset_peak
+from .edit import Edit
+from .edit_inputs import EditOptions, read_edit
 from .engine import Captures, EagerExecutor, Engine, Executor, WarmUp
 from .engine.captures import graphs_run_on, obstacle
 from .engine.executor import ScheduleTables, checked_engine, checked_memory
@@ -26,14 +28,16 @@ from .guidance import Guidance, GuidanceLike
 from .lora import Loras, find_adapter
 from .methods.auto import Auto
 from .methods.method import Method, SelectionContext
+from .methods.near_mask import NearMask
 from .methods.registry import MethodLike, resolve_method
-from .methods.strategy import Partners, split_strategy
+from .methods.strategy import Partners, combined, split_strategy
+from .methods.token_ops import require_own_text
 from .models.base import NextScaleModel
 from .output import Output, Preview, Stages, mask_of
 from .planning import Planner
 from .planning.memory import reserved_bytes
 from .profiles import Profile, fingerprint, require_own
-from .report import build_report
+from .report import EditReport, build_report
 from .request import Request, Revise, SeedLike, as_prompts, build_request, read_prompts, resolve_seed
 from .sampling import Sampling
 from .schedules import AspectLike, Schedules, SizeLike
@@ -41,6 +45,7 @@ from .stage import Schedule
 from .text.prompts import PromptReader, Prompts, TextReader
 from .tokenizers.autoencoder import module_to_channels_last
 from .tokenizers.base import Tokenizer
+from .validation import require
 
 OnStage = Callable[[Preview], None]
 
@@ -135,6 +140,7 @@ class Pipeline:
         decode: bool = True,
         warmup: bool = False,
         lora: Mapping[str, float] | None = None,
+        edit: Edit | None = None,
         **sampling: Any,
     ) -> Output:
         """Generates one image per prompt, or per seed if there is one prompt and several seeds.
@@ -153,6 +159,7 @@ class Pipeline:
         decode: False leaves pixels empty.
         warmup: capture such requests now and not at the second one, where they can be captured; the report tells which engine ran.
         lora: adapters of `load_lora` and their scales for this call; None is what `set_loras` chose, {} the base model.
+        edit: codes of images that stay outside a mask; `Pipeline.edit` makes them.
         sampling: top_k, top_p, temperature, greedy, ...: fields of `Sampling`; those left out keep the published values.
         """
         asked = self.method if method is None else resolve_method(method)
@@ -163,12 +170,17 @@ class Pipeline:
             resolved, reason = asked.resolve(self.situation(schedule, len(prompts)))
             strategy, beside = split_strategy(resolved)
             if strategy is None:
-                wishes = (compute_mask, revise, prefix_codes, reason)
+                wishes = (compute_mask, revise, prefix_codes, reason, edit)
                 request = build_request(self, prompts, schedule, beside, seed, guidance, negative, *wishes, **sampling)
                 latents: list[Tensor] | None = [] if keep_stages else None
                 with self._watchers(schedule, on_stage, latents) as watchers:
                     output = self._run(request, watchers, warmup, nested, decode)
-                return output if latents is None else replace(output, stages=Stages(tuple(latents), self.tokenizer))
+                return (
+                    output
+                    if latents is None
+                    else replace(output, stages=Stages(tuple(latents), self.tokenizer, edit.paste if edit else None))
+                )
+            require(edit is None, "method", "one that makes a single call, for an edit", strategy.label)
             resolved.forecast(self.model, schedule, guided=False)  # what does not fit is refused before anything runs
             more = {"compute_mask": compute_mask, "keep_stages": keep_stages, "on_stage": on_stage, "revise": revise, "decode": decode}
             arguments = self._arguments(
@@ -176,6 +188,64 @@ class Pipeline:
             )
         output = strategy.generate(self, arguments, beside)  # each of its calls waits for the device
         return replace(output, report=replace(output.report, method=resolved.label, selection_reason=reason))
+
+    def edit(
+        self,
+        image: Any,
+        prompt: Any,
+        *,
+        mask: Any = None,
+        strength: float | None = None,
+        options: EditOptions | None = None,
+        seed: SeedLike = None,
+        size: SizeLike = None,
+        aspect: AspectLike = None,
+        method: MethodLike = None,
+        **call: Any,
+    ) -> Output:
+        """Changes images: inside a mask (in-painting, and out-painting after `nextscale.expanded`), or all over (variations).
+
+        image: a PIL image, a list of images, or a tensor [B, 3, H, W] in [-1, 1]. One image is repeated for several prompts or seeds.
+        mask: where the image changes: a PIL image (white), or a tensor [H, W] or [B, 1, H, W] in [0, 1]. None is everywhere. Pixels
+            outside of it keep their 8-bit levels.
+        strength: share of the stages that change the image, in (0, 1]; earlier ones keep its codes. None: 0.6 without a mask; with one,
+            from the first stage on of which 2 x 2 cells fit into the mask.
+        options: further settings, see EditOptions.
+        size, aspect: as in a call. None: the image's own size if the model offers it, else the nearest aspect ratio. The image is resized
+            and cropped; an error if more than 1/8 would be cut off.
+        call: what a call takes, except `revise` and `prefix_codes`.
+        """
+        options = options or EditOptions()
+        for name in ("revise", "prefix_codes", "edit"):
+            require(name not in call, name, "left out of an edit, which sets the codes itself", call.get(name))
+        shape, pixels = (self.settings.schedules, size, aspect), self.tokenizer.pixels_per_token
+        inputs, schedule = read_edit(image, mask, strength, options, *shape, pixels)
+        chosen, reason = self.method if method is None else resolve_method(method), None
+        with self._lock():
+            prompts = read_prompts(self.reader, prompt, seed)
+            images = max(len(prompts), len(inputs))
+            prompts = prompts.repeat(images) if len(prompts) == 1 else prompts
+            require(len(inputs) in (1, images), "image", f"one for all {images} prompts, or one each", f"{len(inputs)} images")
+            if mask is not None and options.near_mask:
+                chosen, reason = self._beside_near_mask(chosen, schedule, images)
+            edit = inputs.encoded(self.tokenizer, schedule, self.model.adds_residual)
+        edit = edit if len(inputs) == images else edit.repeat(images)
+        prefix = edit.codes[: min(inputs.from_stage)]
+        output = self(prompts, seed=seed, size=schedule, method=chosen, prefix_codes=prefix, edit=edit, **call)
+        found = EditReport(inputs.shares, inputs.from_stage)
+        return replace(output, report=replace(output.report, edit=found, selection_reason=reason or output.report.selection_reason))
+
+    def _beside_near_mask(self, asked: Method, schedule: Schedule, images: int) -> tuple[Method, str | None]:
+        """Returns NearMask and a method as one, and why the method was selected; where they do not combine the method, and why not."""
+        method, reason = asked.resolve(self.situation(schedule, images))
+        try:
+            require_own_text(self.model, images, "NearMask keeps other tokens")
+            both = combined([NearMask(), method])
+            self.planning.forecast(both, schedule, True)
+        except SettingError as error:
+            named = any(isinstance(one, NearMask) for one in getattr(method, "methods", [method]))
+            return method, reason if named else f"without NearMask: {error}"
+        return both, reason
 
     def warmup(
         self,
@@ -327,8 +397,8 @@ class Pipeline:
             yield watchers if on_stage is None else [*watchers, on_stage]
 
     def _run(self, request: Request, watchers: Sequence[OnStage], warmup: bool, nested: bool, decode: bool) -> Output:
-        device, done_stages = self.model.device, list[StageOutput]()
-        timer = Timer(device)
+        device, done_stages, edit = self.model.device, list[StageOutput](), request.edit
+        timer, paste = Timer(device), edit.paste if edit else None
 
         def stage_done(done: StageOutput) -> None:
             done_stages.append(done.without_logits())
@@ -336,7 +406,7 @@ class Pipeline:
                 timer.lap("stage", done.stage.index)
                 return
             timer.stop("stage", done.stage.index)
-            preview = Preview(done, done.canvas.latent.clone(), self.tokenizer)
+            preview = Preview(done, done.canvas.latent.clone(), self.tokenizer, paste)
             for watcher in watchers:
                 watcher(preview)
             timer.start("stage", done.stage.index + 1)
@@ -349,10 +419,10 @@ class Pipeline:
                 finite = torch.stack([*generated.finite.values(), all_finite(generated.latent)])  # its scratch is free before the copies
             # What needs no result comes before the host waits. Copies are ordinary tensors, not inference tensors.
             pixels, latent = generated.pixels.clone(), generated.latent.clone()
-            codes = copied([done.codes for done in done_stages if done.codes is not None])
+            codes = copied([codes_of(done, edit) for done in done_stages if done.codes is not None])
             masks = tuple(mask_of(done, request.batch) for done in done_stages) if request.compute_mask else None
             report = build_report(self, request, executor, generated, finite, done_stages, timer)
-        return Output(pixels, latent, codes, report, masks)
+        return Output(paste(pixels) if paste and decode else pixels, latent, codes, report, masks)
 
     def _executor(self, request: Request, warmup: bool, nested: bool) -> Executor:
         """Returns captured graphs where there are some, or where capturing pays. They have the memory that they need."""
@@ -409,6 +479,12 @@ class Pipeline:
         if not isinstance(self.reader, TextReader) or not self.reader.can_offload:
             raise SettingError("this model has no text encoder that is worth moving: generation needs all of it at once")
         self.reader.offload()
+
+
+def codes_of(done: StageOutput, edit: Edit | None) -> Tensor:
+    """Returns the codes that a stage has put on the canvas; for an edit those of all cells."""
+    assert done.codes is not None and done.tokens is not None
+    return done.codes if edit is None else edit.written(done.codes, done.tokens)
 
 
 def copied(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

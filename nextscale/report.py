@@ -39,6 +39,14 @@ class StageReport:
 
 
 @dataclass(frozen=True)
+class EditReport:
+    """What an edit has changed, per image; a single entry stands for all."""
+
+    mask_share: tuple[float, ...]  # of the pixels
+    from_stage: tuple[int, ...]  # the first stage that changed the image
+
+
+@dataclass(frozen=True)
 class Report:
     model: str
     engine: str  # "eager", or "graphs" where captured graphs were replayed
@@ -57,6 +65,7 @@ class Report:
     planned_memory: int  # bytes that the request was known to need for keys, values and text before it started
     quantize: str | None = None  # format of the weights of blocks; None: the dtype
     loras: tuple[AppliedLora, ...] = ()  # adapters that were part of the weights
+    edit: EditReport | None = None
 
     @property
     def seconds(self) -> float:

@@ -11,6 +11,7 @@ from typing import Any, Union
 import torch
 from torch import Tensor
 
+from .edit import Edit
 from .errors import SettingError
 from .guidance import GuidanceLike, ResolvedGuidance, resolve_guidance
 from .methods.method import Method, Plans, StagePlan
@@ -48,6 +49,7 @@ class Request:
     captured: bool = False  # the request is captured, and launches cost the host nothing
     prefix_codes: tuple[Tensor, ...] = ()  # codes of the first stages, [B, cells, ...] each, which are not generated
     selection_reason: str | None = None  # why this method, where it was looked up
+    edit: Edit | None = None  # the image that the canvas keeps outside a mask
 
     @property
     def batch(self) -> int:
@@ -57,6 +59,11 @@ class Request:
     def rows(self) -> int:
         """Rows with which it begins: one per image, or two with guidance."""
         return self.batch * (2 if self.guidance.needs_both else 1)
+
+    @property
+    def image_inputs(self) -> tuple[Tensor, ...]:
+        """Inputs besides the prompts, with one entry per image each."""
+        return *self.prefix_codes, *(() if self.edit is None else self.edit.tensors)
 
     @property
     def text_tokens(self) -> int:
@@ -141,6 +148,7 @@ def build_request(
     revise: Revise | None = None,
     prefix_codes: Sequence[Tensor] = (),
     selection_reason: str | None = None,
+    edit: Edit | None = None,
     **sampling: Any,
 ) -> Request:
     """Returns the checked request of a pipeline's call. Raises SettingError with the value, what was expected and a remedy."""
@@ -167,6 +175,7 @@ def build_request(
         revise,
         prefix_codes=checked_prefix(prefix_codes, model, schedule, len(prompts)),
         selection_reason=selection_reason,
+        edit=edit,
     )
 
 

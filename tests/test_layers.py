@@ -18,7 +18,7 @@ PACKAGE = Path(nextscale.__file__).parent
 
 LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("basics", ("errors", "validation", "io", "kernels", "varlen", "stage", "checkpoints", "assets", "serialization")),
-    ("parts", ("cache", "canvas", "guidance", "sampling", "schedules", "metrics")),
+    ("parts", ("cache", "canvas", "edit", "guidance", "sampling", "schedules", "metrics")),
     ("models", ("models", "tokenizers", "text")),
     ("device", ("device", "lora")),
     ("method interface", ("methods.method",)),
@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("methods", ("methods",)),
     ("generate", ("generate", "prefix", "request")),
     ("engine", ("engine",)),
-    ("pipeline", ("output", "report", "profiles", "pipeline")),
+    ("pipeline", ("edit_inputs", "output", "report", "profiles", "pipeline")),
     ("loading", ("loading",)),
     ("batching", ("batching",)),
     ("products", ("serve", "offline")),

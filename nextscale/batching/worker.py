@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..errors import NextscaleError, OutOfMemory, PromptError
-from ..io import to_pil
 from ..report import Report
 from ..text import TextFeatures
 from ..text.prompts import PromptReader
@@ -161,9 +160,7 @@ class StageWatcher:
         stage = preview.done.stage.index
         shown = {row: task for row, task in enumerate(self._tasks) if task.alive and stage in task.job.partial_stages - task.shown}
         if shown:
-            with torch.inference_mode():
-                pixels = preview.tokenizer.decode(preview.latent[list(shown)])
-            for task, image in zip(shown.values(), to_pil(pixels), strict=True):
+            for task, image in zip(shown.values(), preview.images(list(shown)), strict=True):
                 task.shown.add(stage)
                 task.handle.show(Partial(task.position, stage, image))
 

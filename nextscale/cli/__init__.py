@@ -1,11 +1,11 @@
 """The command line: one file per command."""
 
-from . import bench, calibrate, compare, convert, download, evaluate, generate, models, plan, sample, serve, tune
+from . import bench, calibrate, compare, convert, download, edit, evaluate, generate, models, plan, sample, serve, tune
 from .options import grouped
 from .program import Command, app
 
 PANELS = {
-    "Make images": (generate, sample, serve),
+    "Make images": (generate, edit, sample, serve),
     "Models": (models, download, convert),
     "Measure and tune": (plan, compare, tune, calibrate, bench, evaluate),
 }

@@ -28,6 +28,7 @@ GOOD_FOR = {
     "sparsevar": "computes only the changing cells of late stages: by a threshold (tau=0.6) or a share (keep=0.5)",
     "fastvar": "computes only the salient tokens of late stages, at a fixed cost",
     "stagevar": "runs late stages at low rank without guidance: the largest speedup on Infinity",
+    "nearmask": "computes only cells near the mask of an edit; `nextscale edit` adds it by itself",
     "auto": "chooses from measured profiles: auto:speedup=2, auto:lpips=0.1 or auto:ms=50",
 }
 FONT_SIZE, MARGIN = 18, 6  # pixels

@@ -49,13 +49,15 @@ class CaptureKey:
     method: Method
     text: int  # room for this number of text tokens
     prefix_codes: tuple[int, ...] = ()  # dimensions of the codes of each given stage: code numbers [B, N] or mixtures [B, N, Z]
+    edits: bool = False  # the canvas keeps an image outside a mask
 
     @classmethod
     def of(cls, request: Request, reads_text: bool) -> CaptureKey:
         """`reads_text`: attention has keys for the text, of which there may be more or fewer."""
         text = text_bucket(request.text_tokens) if reads_text else 0
         prefix = tuple(codes.ndim for codes in request.prefix_codes)
-        return cls(request.schedule, request.batch, request.guidance.key, request.sampling, request.method, text, prefix)
+        edits = request.edit is not None
+        return cls(request.schedule, request.batch, request.guidance.key, request.sampling, request.method, text, prefix, edits)
 
     def serves(self, other: CaptureKey) -> bool:
         """Returns True if a capture for this one can run the other, of shorter prompts or fewer images."""

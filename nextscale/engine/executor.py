@@ -10,7 +10,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
 import torch
 from torch import Tensor
 
+from ..canvas import Canvas
 from ..device import Timer
+from ..edit import EditCanvas
 from ..errors import SettingError
 from ..generate import StageOutput, begin, count_tokens, run_stage
 from ..methods.method import TokenCounts
@@ -86,7 +88,7 @@ class EagerExecutor:
             inputs = prompt_inputs(self._model, request)
             cond = self._model.condition_from(inputs, self._tables)
         timer.start("stage")
-        canvas, finite = self._tokenizer.canvas(request.schedule, request.batch), dict[int, Tensor]()
+        canvas, finite = new_canvas(self._tokenizer, request), dict[int, Tensor]()
         state = begin(self._model, cond, canvas, request, timer)
         for stage in request.schedule:
             counts = count_tokens(state, request, stage)
@@ -99,6 +101,11 @@ class EagerExecutor:
         with timer.time("decode"):
             pixels = self._tokenizer.decode(canvas.latent) if decode else canvas.latent.new_empty(request.batch, 3, 0, 0)
         return Generated(canvas.latent, pixels, finite, text_length(inputs))
+
+
+def new_canvas(tokenizer: Tokenizer, request: Request) -> Canvas:
+    canvas = tokenizer.canvas(request.schedule, request.batch)
+    return canvas if request.edit is None else EditCanvas(canvas, request.edit)
 
 
 def prompt_inputs(model: NextScaleModel, request: Request) -> PromptInputs:

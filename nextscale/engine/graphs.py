@@ -24,6 +24,7 @@ from ..request import Request
 from ..stage import Stage
 from ..tokenizers.base import Tokenizer
 from .buffers import StaticInputs, StaticRng, positions, rewind
+from .executor import new_canvas
 from .memory import GraphPool
 from .variants import StageGraph, StageVariants, TokenCounter, buckets
 
@@ -61,8 +62,9 @@ class CapturedRequest:
         self.batch = request.batch
         self.inputs = StaticInputs(inputs, request.batch, room)
         self._rngs = self.rng, self.method_rng = StaticRng(), StaticRng()
-        self.prefix_codes = tuple(codes.clone() for codes in request.prefix_codes)
-        self._request = replace(request, rng=self.rng, method_rng=self.method_rng, prefix_codes=self.prefix_codes, captured=True)
+        prefix, edit = tuple(codes.clone() for codes in request.prefix_codes), request.edit and request.edit.clone()
+        self._request = replace(request, rng=self.rng, method_rng=self.method_rng, prefix_codes=prefix, edit=edit, captured=True)
+        self.image_inputs = self._request.image_inputs
         self._warm_up()
         self.condition_graph = torch.cuda.CUDAGraph()
         self.canvas = self._new_canvas()  # what a replay shows
@@ -77,7 +79,7 @@ class CapturedRequest:
         return 2 + sum(stage.count for stage in self.stages)
 
     def _new_canvas(self) -> Canvas:
-        return self._tokenizer.canvas(self._request.schedule, self.batch)
+        return new_canvas(self._tokenizer, self._request)
 
     def _condition(self) -> Conditioning:
         return self.model.condition_from(self.inputs.value, self._tables)

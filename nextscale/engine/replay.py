@@ -35,9 +35,9 @@ class ReplayExecutor:
             captured.inputs.load(inputs)
             captured.condition_graph.replay()
         timer.start("stage")
-        for target, codes in zip(captured.prefix_codes, request.prefix_codes, strict=True):
-            target[:images] = codes
-            target[request.batch :] = codes[-1:]
+        for target, own in zip(captured.image_inputs, request.image_inputs, strict=True):
+            target[:images] = own
+            target[request.batch :] = own[-1:]
         for index, stage in enumerate(captured.stages):
             captured.method_rng.refill(request.method_rng, index, images)
             if stage.counter is not None:

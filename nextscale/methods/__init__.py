@@ -5,6 +5,7 @@ from .combine import Combined
 from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
 from .method import DENSE, Method, MethodRun, Plans, RunSetup, SelectionContext, Span, StagePlan, TokenCounts
+from .near_mask import NearMask
 from .registry import METHODS, MethodLike, method_names, resolve_method
 from .skip import SkipStages
 from .sparsevar import SparseVAR
@@ -20,6 +21,7 @@ __all__ = [
     "Method",
     "MethodLike",
     "MethodRun",
+    "NearMask",
     "Plans",
     "RunSetup",
     "SelectionContext",

@@ -21,6 +21,7 @@ from .combine import Combined
 from .drop_guidance import DropGuidance
 from .fastvar import FastVAR
 from .method import Method
+from .near_mask import NearMask
 from .skip import SkipStages
 from .sparsevar import SparseVAR
 from .stagevar import StageVAR
@@ -34,6 +35,7 @@ METHODS: dict[str, type[Method]] = {
     "sparsevar": SparseVAR,
     "fastvar": FastVAR,
     "stagevar": StageVAR,
+    "nearmask": NearMask,
     "auto": Auto,
 }
 RESEARCH = ("code", "litevar", "pitome", "scalekv", "skipvar", "sparsevit", "sparvar", "stagevar_variants", "tome", "zipvl")

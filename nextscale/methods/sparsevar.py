@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -41,7 +41,7 @@ from .sparsevar_cells import (
     neighbour_similarity,
     share_above,
 )
-from .token_ops import most_similar, pick, put_, require_own_text
+from .token_ops import marked_tokens, most_similar, pick, put_, require_own_text, with_counts
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
@@ -61,6 +61,12 @@ BLOCKS = {"infinity": (3 / 8, 4 / 8), "hart": (15 / 24, 16 / 24)}
 OTHER_BLOCKS = (6 / 8, 7 / 8)  # ours: as measured on nano
 """First block and last + 1 across which change is measured, as shares of the depth: chunk 3 of 8 of Infinity."""
 RELEASED_CANDIDATES = 4
+
+
+def first_late(model: NextScaleModel, schedule: Schedule) -> int:
+    """Returns the published first reduced stage: index 10 for Infinity and HART, and the same share of the last stage's cells elsewhere."""
+    least = (HART_SHARE if model.family == "hart" else FIRST_SHARE) * schedule[-1].cells
+    return next(stage.index for stage in schedule if stage.cells >= least)
 
 
 @dataclass(frozen=True)
@@ -144,8 +150,7 @@ class SparseVAR(Method):
         if self.first_stage is not None:
             require_stages("first_stage", [self.first_stage], len(schedule))
             return self.first_stage
-        least = (HART_SHARE if model.family == "hart" else FIRST_SHARE) * schedule[-1].cells
-        return max(self._earliest, next(stage.index for stage in schedule if stage.cells >= least))
+        return max(self._earliest, first_late(model, schedule))
 
     def budgets(self, model: NextScaleModel, schedule: Schedule) -> dict[int, int]:
         """Returns the number of tokens, anchors included, of every stage that a budget reduces, by stage index."""
@@ -251,7 +256,7 @@ class SparseRun(MethodRun):
             budget = self.budgets.get(stage.index, stage.cells)
             self.room = TokenCounts(budget, budget, budget * self.setup.batch)
             return planned
-        return replace(planned, num_tokens=None if counts is None or counts.fewest == stage.cells else counts.most)
+        return with_counts(planned, stage, counts)
 
     def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
         if self.cells is None:
@@ -263,12 +268,8 @@ class SparseRun(MethodRun):
         return self.kept_tokens(tokens.stage) if reduces else tokens
 
     def kept_tokens(self, stage: Stage) -> Tokens:
-        """Returns the tokens of every image in raster order, padded to the most of an image."""
         assert self.cells is not None and self.room is not None
-        kept, most = self.cells.kept, self.room.most
-        # Buckets that are too small are captured too, from images that need more, and never replayed.
-        keep = kept.sum(dim=1).clamp(max=most) if self.room.fewest < most else most
-        return Tokens(stage).top(kept.float(), keep, most)[1]
+        return marked_tokens(stage, self.cells.kept, self.room)
 
     def choose_cells(self, stage: Stage, canvas: Canvas) -> Cells | None:
         """Returns the cells that the stage computes; None for all cells, or while nothing is known about them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import overload
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from .. import kernels
 from ..errors import SettingError
 from ..models.base import NextScaleModel
-from ..stage import Tokens, to_double
+from ..stage import Stage, Tokens, to_double
+from .method import StagePlan, TokenCounts
 
 
 def require_separate_sublayers(model: NextScaleModel, method: str) -> None:
@@ -52,6 +54,21 @@ def put_(x: Tensor, selection: Tensor, values: Tensor) -> Tensor:
 def real_tokens(tokens: Tokens, entries: int) -> Tensor | None:
     """Marks the `entries` of a row that are not padding, [R, N]; None if all are real."""
     return None if tokens.count is None else torch.arange(entries, device=tokens.count.device) < tokens.count[:, None]
+
+
+# --- cells that the host counts
+
+
+def with_counts(planned: StagePlan, stage: Stage, counts: TokenCounts | None) -> StagePlan:
+    """Returns the plan of a data-dependent stage for the counted tokens; dense if every image keeps all cells."""
+    return replace(planned, num_tokens=None if counts is None or counts.fewest == stage.cells else counts.most)
+
+
+def marked_tokens(stage: Stage, kept: Tensor, room: TokenCounts) -> Tokens:
+    """Returns the cells that `kept` [B, cells] marks, in raster order, padded to the most of an image."""
+    # Buckets that are too small are captured too, from images that need more, and never replayed.
+    keep = kept.sum(dim=1).clamp(max=room.most) if room.fewest < room.most else room.most
+    return Tokens(stage).top(kept.float(), keep, room.most)[1]
 
 
 # --- salient tokens

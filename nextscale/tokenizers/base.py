@@ -50,8 +50,11 @@ class Tokenizer(nn.Module):
         expected = tuple(side * self.pixels_per_token for side in schedule.grid)
         if images.ndim != 4 or images.shape[1] != 3 or tuple(images.shape[2:]) != expected:
             raise SizeError(f"images must be [B, 3, {expected[0]}, {expected[1]}] for this schedule; got {list(images.shape)}.")
-        features = self.features(images)
-        canvas = self.canvas(schedule, images.shape[0])
+        return self.quantize(self.features(images), schedule)
+
+    def quantize(self, features: Tensor, schedule: Schedule) -> list[Tensor]:
+        """Returns the codes of every stage for the features of images."""
+        canvas = self.canvas(schedule, features.shape[0])
         codes = []
         for stage in schedule:
             rest = features - canvas.latent if self.accumulates else features

@@ -20,6 +20,7 @@ from nextscale.batching.jobs import Task
 from nextscale.batching.queue import PROBATION, JobQueue, Throughput
 from nextscale.batching.worker import read_alone
 from nextscale.errors import DeadlinePassed, JobCancelled, OutOfMemory, Overloaded, PromptError, SettingError, ShuttingDown, UnknownModel
+from nextscale.output import Preview
 from nextscale.pipeline import Pipeline
 from nextscale.report import Report
 from nextscale.text import TextFeatures
@@ -49,8 +50,9 @@ class Toy:
             self.stages_run += 1
             self.between(stage)
             latent = torch.tensor([float(one) for one in seed]).view(-1, 1, 1, 1).expand(-1, 3, 2, 2)
-            decoder = SimpleNamespace(decode=lambda x: x / 255 * 2 - 1)
-            on_stage(SimpleNamespace(latent=latent, done=SimpleNamespace(stage=SimpleNamespace(index=stage)), tokenizer=decoder))
+            decoder: Any = SimpleNamespace(decode=lambda x: x / 255 * 2 - 1)
+            done: Any = SimpleNamespace(stage=SimpleNamespace(index=stage))
+            on_stage(Preview(done, latent, decoder))
         report = Report("toy", "eager", None, "dense", None, "cpu", "float32", (2, 2), tuple(seed), (), 1.0, 0.0, 0.0, 0, 0)
         return SimpleNamespace(images=[f"image {one}" for one in seed], report=report, compute_mask=None)
 
