@@ -9,8 +9,10 @@ from typing import Annotated
 import torch
 import typer
 
+import nextscale
 from nextscale.cli.files import require_writable
 from nextscale.cli.options import MACHINE, Device, Force, grouped, out_option
+from nextscale.cli.parse import parse_size
 from nextscale.cli.program import Program
 from nextscale.errors import SettingError
 from nextscale.loading.load import choose_device, load_module
@@ -22,6 +24,8 @@ from nextscale.tokenizers import InfinityTokenizer
 
 from .data import Pictures, read_pictures
 from .export import MODEL, TOKENIZER, write_bundle
+from .lora import LoraTraining, train_lora
+from .lora_data import read_captioned
 from .model import train_model
 from .model_settings import ModelTraining, check_parts, check_training
 from .records import read_records
@@ -170,6 +174,32 @@ def bundle(
     check_parts(NANO_MODEL, coder, reader)
     size = write_bundle(network, coder, reader, out)
     typer.echo(f"{size / 1e6:.2f} MB: {out}")
+
+
+@app.command()
+def lora(
+    model: Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="An Infinity model, or nano.")],
+    data: Annotated[Path, typer.Option("--data", metavar="FOLDER|TAR|JSONL", help="Pictures with captions.")],
+    out: Annotated[Path, out_option("FOLDER", "Folder for the adapter, in PEFT's format; an interrupted run continues from it.")],
+    steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Number of training steps.")] = None,
+    minutes: Annotated[float | None, typer.Option("--minutes", metavar="N", help="Training time instead of --steps.")] = None,
+    rank: Annotated[int, typer.Option("--rank", metavar="N", help="Rank of the updates.")] = LoraTraining.rank,
+    alpha: Annotated[float, typer.Option("--alpha", metavar="X", help="Updates are scaled by alpha / rank.")] = LoraTraining.alpha,
+    targets: Annotated[str, typer.Option("--targets", metavar="PARTS", help="attention, mlp, or both.")] = ",".join(LoraTraining.targets),
+    rate: Annotated[float, typer.Option("--lr", metavar="X", help="Learning rate.")] = LoraTraining.learning_rate,
+    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Pictures per step.")] = LoraTraining.batch,
+    size: Annotated[str | None, typer.Option("--size", metavar="SIZE", help="Pixel budget such as 0.25M, or WIDTHxHEIGHT.")] = None,
+    change: Annotated[list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help=SETTING)] = None,
+    device: Device = None,
+) -> None:
+    """Train a LoRA adapter. `nextscale generate --lora FOLDER` uses it."""
+    budget = Budget(steps, None if minutes is None else 60 * minutes)
+    parts = tuple(part.strip() for part in targets.split(","))
+    at_once = min(batch, LoraTraining.at_once)
+    settings = changed(LoraTraining(rank, alpha, parts, rate, batch=batch, at_once=at_once), change or [])
+    pictures = read_captioned(data)
+    train_lora(nextscale.load(model, device=device), pictures, out, budget, settings, None if size is None else parse_size(size))
+    typer.echo(f"{out}: nextscale generate -m {model} --lora {out} PROMPT")
 
 
 def require_file_name(file: Path) -> None:

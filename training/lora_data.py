@@ -123,7 +123,7 @@ def encoded(pipe: Pipeline, pictures: Sequence[Captioned], size: SizeLike, toget
 
 
 def schedule_for(pipe: Pipeline, image: Image.Image, size: SizeLike) -> Schedule:
-    if isinstance(size, tuple | Schedule):
+    if isinstance(size, int | tuple | Schedule):
         return pipe.settings.schedules.choose(size, None)
     ratio = image.height / image.width
     return pipe.settings.schedules.choose(size, min(INFINITY_SIZES, key=lambda template: abs(math.log(template / ratio))))
