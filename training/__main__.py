@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -136,6 +137,9 @@ def model(
     start: Annotated[
         Path | None, typer.Option("--from", metavar="FILE", help="Weights of a model to start from, in place of random ones.")
     ] = None,
+    stretch: Annotated[
+        float | None, typer.Option("--stretch", metavar="N", help="Minutes after which this session ends; the same command goes on.")
+    ] = None,
     tokenizer_change: Annotated[
         list[str] | None, typer.Option("--set-tokenizer", metavar="NAME=VALUE", help="How the tokenizer is built, such as bits=8.")
     ] = None,
@@ -152,7 +156,7 @@ def model(
     load_module(coder, tokenizer, device, torch.float32)
     reader = WordTextEncoder.load(words, device=device)
     check_training(settings, coder, reader)
-    train_model(settings, reader, coder, *run.pictures(settings.sides, torch.device("cpu")), run.out, budget, device, start)
+    train_model(settings, reader, coder, *run.pictures(settings.sides, torch.device("cpu")), run.out, budget, device, start, math.inf if stretch is None else 60 * stretch)
 
 
 @app.command()

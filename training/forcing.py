@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from nextscale.models.modulation import Modulation
 from nextscale.stage import Schedule, Stage, Tokens
 from nextscale.tokenizers import InfinityTokenizer
 
-JOINED_TOKENS = 130  # the small stages up to here are attended to in one call under a mask, which fast attention kernels do not take
+JOINED_STAGES = 5  # the small stages that are attended to in one call under a mask, which fast attention kernels do not take
 MASK_MULTIPLE = 8
 
 
@@ -65,7 +66,7 @@ class Window:
 
 def stage_windows(stages: Sequence[Stage], device: torch.device) -> tuple[Window, ...]:
     """Block-causal attention as a few plain calls: every large stage sees a prefix of the sequence, which needs no mask."""
-    joined = [stage for stage in stages if stage.start + stage.cells <= JOINED_TOKENS]
+    joined = stages[:JOINED_STAGES]
     alone = [Window(stage.start, stage.start + stage.cells, None) for stage in stages[len(joined) :]]
     if not joined:
         return tuple(alone)
@@ -77,7 +78,47 @@ def stage_windows(stages: Sequence[Stage], device: torch.device) -> tuple[Window
     return (Window(0, tokens, mask), *alone)
 
 
+def before_attention(
+    block: Block, x: Tensor, modulation: Modulation, logit_scale: Tensor, cosines: Tensor, sines: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values; cosines, sines: [tokens, 1, 1, head_dim / 2]."""
+
+    def turn(qk: Tensor) -> Tensor:
+        first, second = qk.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack([first * cosines - second * sines, first * sines + second * cosines], dim=-1).flatten(-2)
+
+    normed = torch.addcmul(modulation.attention_shift, block.norm(x), modulation.attention_scale)
+    q, k, v = block.attention.queries_keys_values(normed, logit_scale, turn)
+    return q.to(x.dtype), k.to(x.dtype), v
+
+
+def after_attention(block: Block, x: Tensor, attended: Tensor, modulation: Modulation) -> tuple[Tensor, Tensor]:
+    """What attention adds, and the queries to the text."""
+    x = torch.addcmul(x, modulation.attention_gate, block.attention.proj(attended))
+    return x, block.text_attention.q(block.text_norm(x)).unflatten(-1, (block.text_attention.heads, -1))
+
+
+def after_text(block: Block, x: Tensor, attended: Tensor, modulation: Modulation) -> Tensor:
+    x = x + block.text_attention.proj(attended)
+    y = torch.addcmul(modulation.feed_forward_shift, block.norm(x), modulation.feed_forward_scale)
+    return torch.addcmul(x, modulation.feed_forward_gate, block.feed_forward(y))
+
+
+class BlockParts(NamedTuple):
+    """A block without its attention calls. Compiled, one graph serves all blocks, batches and aspect ratios: nothing in it has a fixed
+    number of tokens."""
+
+    before_attention: Callable[..., tuple[Tensor, Tensor, Tensor]] = before_attention
+    after_attention: Callable[..., tuple[Tensor, Tensor]] = after_attention
+    after_text: Callable[..., Tensor] = after_text
+
+    @classmethod
+    def compiled(cls) -> BlockParts:
+        return cls(*(torch.compile(part, dynamic=True) for part in cls()))
+
+
 def forced_block(
+    parts: BlockParts,
     block: Block,
     x: Tensor,
     modulation: Modulation,
@@ -86,25 +127,11 @@ def forced_block(
     rotation: tuple[Tensor, Tensor],
     windows: tuple[Window, ...],
 ) -> Tensor:
-    """`Block.forward` over a whole pyramid. Everything that differs from block to block is an argument: compiled once for all."""
-    cosines, sines = rotation  # [tokens, 1, 1, head_dim / 2]
-
-    def turn(qk: Tensor) -> Tensor:
-        first, second = qk.unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack([first * cosines - second * sines, first * sines + second * cosines], dim=-1).flatten(-2)
-
-    attention = block.attention
-    q, k, v = attention.queries_keys_values(
-        torch.addcmul(modulation.attention_shift, block.norm(x), modulation.attention_scale), logit_scale, turn
-    )
-    q, k = q.to(x.dtype), k.to(x.dtype)
-    seen = [attend(q[:, w.start : w.end], k[:, : w.end], v[:, : w.end], w.mask, attention.scale) for w in windows]
-    x = torch.addcmul(x, modulation.attention_gate, attention.proj(torch.cat(seen, dim=1)))
-    keys, values, mask = text
-    queries = block.text_attention.q(block.text_norm(x)).unflatten(-1, (block.text_attention.heads, -1))
-    x = x + block.text_attention.proj(attend(queries, keys, values, mask, block.text_attention.scale))
-    y = torch.addcmul(modulation.feed_forward_shift, block.norm(x), modulation.feed_forward_scale)
-    return torch.addcmul(x, modulation.feed_forward_gate, block.feed_forward(y))
+    """Computes `Block.forward` over a whole pyramid."""
+    q, k, v = parts.before_attention(block, x, modulation, logit_scale, *rotation)
+    seen = [attend(q[:, w.start : w.end], k[:, : w.end], v[:, : w.end], w.mask, block.attention.scale) for w in windows]
+    x, queries = parts.after_attention(block, x, torch.cat(seen, dim=1), modulation)
+    return parts.after_text(block, x, attend(queries, *text, block.text_attention.scale), modulation)
 
 
 def stage_weights(stages: Sequence[Stage]) -> Tensor:
@@ -116,8 +143,8 @@ def stage_weights(stages: Sequence[Stage]) -> Tensor:
 class ForcedPass:
     """An Infinity over the first stages of a schedule at once; computes what the stage loop computes one after another."""
 
-    def __init__(self, model: Infinity, schedule: Schedule, stages: int, run_block: Callable[..., Tensor] = forced_block) -> None:
-        self.model, self.run_block = model, run_block
+    def __init__(self, model: Infinity, schedule: Schedule, stages: int, parts: BlockParts = BlockParts()) -> None:  # noqa: B008
+        self.model, self.parts = model, parts
         self.stages = schedule.stages[:stages]
         self.windows = stage_windows(self.stages, model.device)
         self.weights = stage_weights(self.stages).to(model.device)
@@ -133,14 +160,19 @@ class ForcedPass:
         for layer, block in enumerate(model.stack):
             logit_scale = condition.logit_scales[layer]
             text = (*condition.text.keys_values[layer], condition.text.mask)
-            x = self.run_block(block, x, condition.modulation[layer], text, logit_scale, self.rotation, self.windows)
+            x = forced_block(self.parts, block, x, condition.modulation[layer], text, logit_scale, self.rotation, self.windows)
         dtype = model.head.weight.dtype
         hidden = torch.addcmul(condition.head.shift.to(dtype), model.head_norm(x.to(dtype)), condition.head.scale.to(dtype))
         zero, one = model.head(hidden).float().unflatten(-1, (-1, 2)).unbind(-1)
         return one - zero
 
-    def bit_losses(self, pyramid: Pyramid, condition: Conditioning) -> Tensor:
-        """Mean cross-entropy per bit of every stage, [stages]."""
-        losses = F.binary_cross_entropy_with_logits(self.logits(pyramid.seen, condition), pyramid.bits.float(), reduction="none")
-        by_token = losses.mean(dim=(0, 2))
+    def bit_losses(self, pyramid: Pyramid, condition: Conditioning) -> tuple[Tensor, Tensor]:
+        """Mean cross-entropy per bit and share of right bits, of every stage: [stages] each."""
+        logits = self.logits(pyramid.seen, condition)
+        losses = F.binary_cross_entropy_with_logits(logits, pyramid.bits.float(), reduction="none")
+        right = ((logits.detach() > 0) == pyramid.bits).float()
+        return self._by_stage(losses), self._by_stage(right)
+
+    def _by_stage(self, values: Tensor) -> Tensor:
+        by_token = values.mean(dim=(0, 2))
         return torch.stack([part.mean() for part in by_token.split([stage.cells for stage in self.stages])])

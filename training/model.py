@@ -19,11 +19,12 @@ from nextscale.text.words import WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer
 
 from .data import Pictures, fingerprint
-from .encoded import Captions, Features
 from .model_settings import ModelTraining, check_pictures, check_training
 from .model_trainer import ModelTrainer
 from .run import Budget, Run, memory_errors
+from .scenes import Scenes
 from .settings import lasting
+from .sprites import Sprites
 from .tokenizer_settings import square_schedule
 
 SAMPLES, SAMPLE_COLUMNS = 24, 6  # images of a sheet
@@ -40,47 +41,45 @@ def train_model(
     budget: Budget,
     device: torch.device,
     start: Path | None = None,
+    stretch: float = math.inf,
 ) -> None:
     """Leaves the averaged weights, held-out losses and a sheet of samples in `folder`; an interrupted run is resumed.
 
     train, held_out: the pictures by side, the same ones in the same order at every side. start: weights to begin a new run with; a run
-    that is resumed has its own.
+    that is resumed has its own. stretch: seconds after which this session ends; the next one goes on.
     """
     check_training(settings, tokenizer, words)
     check_pictures(settings, train, held_out)
     smallest = settings.sides[0]
-    captions = Captions(words, train[smallest], max(settings.variants[side] for side in train), settings.seed)
-    held_captions = Captions(words, held_out[smallest], 1, settings.seed)
-    check_captions(settings, captions, held_captions)
+    check_captions(settings, words, train[smallest], held_out[smallest])
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     trainer = ModelTrainer(settings, words, tokenizer, device, start)
-    run = Run(folder, budget, trainer.modules, trainer.optimizers.all, identity(settings, words, tokenizer, train))
+    run = Run(folder, budget, trainer.modules, trainer.optimizers.all, identity(settings, words, tokenizer, train), stretch=stretch)
     trainer.weights.publish()  # what a resumed state has brought
-    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-        features = {side: Features(tokenizer, train[side].to(device), settings.variants[side], settings.seed) for side in train}
-        held_features = {side: Features(tokenizer, held_out[side].to(device), 1, settings.seed) for side in held_out}
+    scenes = Scenes(Sprites(train, device), settings.mix, settings.compile)
     prompts = [record.caption for record in held_out[smallest].records]
     prompts = prompts[:: max(1, len(prompts) // SAMPLES)][:SAMPLES]
     previews = int(PREVIEWS * run.progress)  # those of a resumed run
     with memory_errors("let the phases take fewer pictures at a time"):
         for progress in run.steps():
-            run.log(trainer.step(progress, run.step, features, captions))
+            run.log(trainer.step(progress, run.step, scenes))
             if int(PREVIEWS * progress) > previews:
                 previews = int(PREVIEWS * progress)
                 write_image(samples(trainer.pipeline(), prompts, smallest), folder / sheet_name(smallest))
     trainer.save(folder)
-    run.finish({"held_out_loss": trainer.evaluate(held_features, held_captions)})
+    run.finish({f"held_out_{name}": values for name, values in trainer.evaluate(held_out).items()})
     for side in held_out:
         write_image(samples(trainer.pipeline(), prompts, side), folder / sheet_name(side))
 
 
-def check_captions(settings: ModelTraining, *several: Captions) -> None:
-    """Raises SettingError where a caption is longer than what the model reads."""
-    most = settings.model.longest_text
-    for captions in several:
-        if captions.longest + 1 > most:
-            raise SettingError(f"a caption has {captions.longest + 1} tokens, the model reads {most}: set model.longest_text higher")
+def check_captions(settings: ModelTraining, words: WordTextEncoder, *several: Pictures) -> None:
+    """Raises SettingError where the caption of a picture is longer than what the model reads. Composed ones may be longer: they are not
+    cut either, and training ends there."""
+    for pictures in several:
+        longest = words.tokenize([record.caption for record in pictures.records])[0].shape[1] + 1
+        if longest > settings.model.longest_text:
+            raise SettingError(f"a caption has {longest} tokens, the model reads {settings.model.longest_text}: set model.longest_text higher")
 
 
 def identity(

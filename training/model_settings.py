@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +15,7 @@ from nextscale.text.words import WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer
 
 from .data import Pictures
+from .scenes import Mix
 from .tokenizer_settings import square_schedule
 
 
@@ -56,7 +57,7 @@ class ModelTraining:
 
     Phases go from coarse to fine, as Infinity itself was trained: the first stages decide what is shown and cost a fifth of the rest.
     flips: the largest share of bits that are flipped (bitwise self-correction). no_prompt: share of pictures without their prompt, which
-    guidance needs. variants: encodings of every picture, each shifted, zoomed and mirrored at random, and as many captions.
+    guidance needs. mix: what the pictures are like.
     """
 
     model: InfinityConfig = NANO_MODEL
@@ -70,24 +71,19 @@ class ModelTraining:
     longest_gradient: float = 1.0
     flips: float = 0.25
     no_prompt: float = 0.1
-    variants: Mapping[int, int] = field(default_factory=lambda: {256: 6, 512: 2})
+    mix: Mix = Mix()
     average: float = 0.998
     compile: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", tuple(Phase.of(phase) for phase in self.phases))
-        if not all(str(side).isdecimal() and type(count) is int and count >= 1 for side, count in self.variants.items()):
-            raise SettingError(f"variants are whole numbers, at least 1, by side; got {self.variants}")
-        object.__setattr__(self, "variants", {int(side): count for side, count in self.variants.items()})
         shares = [phase.share for phase in self.phases]
         if not shares or min(shares) <= 0 or not math.isclose(sum(shares), 1.0, abs_tol=1e-6):
             raise SettingError(f"phases are shares of a run, each above 0, that add up to 1; got {shares}")
         for phase in self.phases:
             if not phase.batches or any(batch.stages < 2 or batch.pictures < 1 for batch in phase.batches):
                 raise SettingError(f"a phase has batches of 1 picture or more, up to stage 2 or later; got {phase}")
-        if missing := set(self.sides) - set(self.variants):
-            raise SettingError(f"variants says how often pictures are encoded for each side; it lacks {sorted(missing)}")
         for name in ("flips", "no_prompt", "average"):
             if not 0 <= getattr(self, name) < 1:
                 raise SettingError(f"{name} is a share, from 0 to below 1; got {getattr(self, name)!r}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,25 +12,28 @@ import torch
 from torch import Tensor, nn
 
 from nextscale.checkpoints import write_weights
+from nextscale.errors import SettingError
 from nextscale.loading.load import load_module
 from nextscale.loading.presets import NANO
 from nextscale.models import Infinity
 from nextscale.models.context import Conditioning
 from nextscale.models.text_context import TextContext
 from nextscale.pipeline import Pipeline
-from nextscale.schedules import InfinitySchedules
+from nextscale.schedules import INFINITY_SIZES, InfinitySchedules
 from nextscale.stage import Schedule
 from nextscale.text.prompts import TextReader
 from nextscale.text.words import WordEncoder, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer
 
-from .encoded import Captions, Features
+from .data import Pictures
 from .export import MODEL as WEIGHTS
 from .export import WORDS
-from .forcing import ForcedPass, forced_block, forced_pyramid
+from .forcing import BlockParts, ForcedPass, forced_pyramid
 from .model_settings import ModelTraining
 from .optim import MasterWeights, Optimizers
 from .run import Average, learning_rate
+from .scenes import Scenes
+from .tokenizer_settings import schedule_of
 
 EVALUATED_TOGETHER = 16  # pictures
 FIRST_TEMPERATURE = 4.0
@@ -88,10 +92,9 @@ class ModelTrainer:
             "average": self.average.module,
             "average_words": self.average_words.module,
         }
-        self._passes: dict[tuple[int, int], ForcedPass] = {}
-        self._run_block = torch.compile(forced_block, dynamic=False) if settings.compile else forced_block
+        self._passes: dict[tuple[Schedule, int], ForcedPass] = {}
+        self._parts = BlockParts.compiled() if settings.compile else BlockParts()
         self._generator = torch.Generator(device)
-        self._host_generator = torch.Generator()
 
     def _parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """The matrices inside the blocks, which Muon trains, and everything else."""
@@ -106,15 +109,27 @@ class ModelTrainer:
         return matrices, others
 
     def forced_pass(self, schedule: Schedule, stages: int) -> ForcedPass:
-        key = (schedule.tokens, stages)
+        key = (schedule, stages)
         if key not in self._passes:
-            self._passes[key] = ForcedPass(self.working, schedule, stages, self._run_block)
+            self._passes[key] = ForcedPass(self.working, schedule, stages, self._parts)
         return self._passes[key]
 
-    def condition(
-        self, ids: Tensor, lengths: Tensor, model: Infinity, words: WordEncoder, longest: int, dropped: Tensor | None
-    ) -> Conditioning:
-        """What the model reads of captions, ids [B, T] and lengths [B], padded to `longest` tokens.
+    @torch.no_grad()
+    def features(self, images: Tensor) -> Tensor:
+        """Encoder features [B, bits, h, w] of pictures [B, 3, H, W] in [-1, 1]."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            return self.tokenizer.features(images.contiguous(memory_format=torch.channels_last))
+
+    def read(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Ids [B, T], T always the same, and lengths [B] of captions, on the host."""
+        ids, mask = self.words.tokenize(captions)
+        longest = self.settings.model.longest_text - 1
+        if ids.shape[1] > longest:
+            raise SettingError(f"a caption has {ids.shape[1] + 1} tokens, the model reads {longest + 1}: set model.longest_text higher")
+        return nn.functional.pad(ids, (0, longest - ids.shape[1])), mask.sum(1)
+
+    def condition(self, ids: Tensor, lengths: Tensor, model: Infinity, words: WordEncoder, dropped: Tensor | None) -> Conditioning:
+        """What the model reads of captions, ids [B, T] and lengths [B].
 
         Where `dropped` [B] is True the learned "no text" takes the place of the caption.
         """
@@ -125,24 +140,23 @@ class ModelTrainer:
         if dropped is not None:
             nothing = model.no_text.float()[real % len(places)]
             rows = torch.where(dropped[real // len(places), None], nothing, rows)
-        return model.read(rows, TextContext.of(tuple((1 + lengths).tolist()), self.device, longest))
+        return model.read(rows, TextContext.of(tuple((1 + lengths).tolist()), self.device, len(places)))
 
-    def step(self, progress: float, step: int, features: Mapping[int, Features], captions: Captions) -> dict[str, Tensor | float]:
+    def step(self, progress: float, step: int, scenes: Scenes) -> dict[str, Tensor | float]:
         """One step; `step` counts those before it. Returns what the curve shows; nothing is read back from the device."""
         settings, batch = self.settings, self.settings.batch_at(progress, step)
-        bank = features[batch.side]
-        self._generator.manual_seed(settings.seed + 1_000_003 * step)
-        host = self._host_generator.manual_seed(settings.seed + step)
-        variants, pictures = bank.all.shape[:2]
-        indices = torch.randint(pictures, (batch.pictures,), generator=host)
-        encodings = torch.randint(variants, (batch.pictures,), generator=host)
-        wordings = torch.randint(captions.variants, (batch.pictures,), generator=host)
-        dropped = (torch.rand(batch.pictures, generator=host) < settings.no_prompt).to(self.device)
-        encoded = bank.of(indices.to(self.device), encodings.to(self.device))
-        pyramid = forced_pyramid(self.tokenizer, encoded, bank.schedule, batch.stages, settings.flips, self._generator)
-        condition = self.condition(*captions.of(indices, wordings), self.working, self.words.model, captions.longest + 1, dropped)
-        forced = self.forced_pass(bank.schedule, batch.stages)
-        losses = forced.bit_losses(pyramid, condition)
+        seed = settings.seed + 1_000_003 * step
+        self._generator.manual_seed(seed)
+        schedule = schedule_of(self._template(random.Random(seed)), batch.side, self.tokenizer.pixels_per_token)
+        height, width = (cells * self.tokenizer.pixels_per_token for cells in schedule.grid)
+        plan = scenes.plan((height, width), batch.pictures, seed)
+        dropped = torch.rand(batch.pictures, device=self.device, generator=self._generator) < settings.no_prompt
+        pyramid = forced_pyramid(
+            self.tokenizer, self.features(scenes.draw(plan)), schedule, batch.stages, settings.flips, self._generator
+        )
+        condition = self.condition(*self.read(plan.captions), self.working, self.words.model, dropped)
+        forced = self.forced_pass(schedule, batch.stages)
+        losses, right = forced.bit_losses(pyramid, condition)
         loss = (losses * forced.weights).sum()
         loss.backward()
         self.weights.take_gradients()
@@ -152,26 +166,33 @@ class ModelTrainer:
         self.average.update(step)
         self.average_words.update(step)
         kind = f"{batch.side}px_{batch.stages}"
-        return {"learning_rate": rate, "gradient": norm, f"loss_{kind}": loss.detach(), f"stages_{kind}": losses.detach()}
+        about: dict[str, Tensor | float] = {"learning_rate": rate, "gradient": norm, "pictures": batch.pictures}
+        return about | {f"loss_{kind}": loss.detach(), f"stages_{kind}": losses.detach(), f"accuracy_{kind}": right}
+
+    def _template(self, chance: random.Random) -> float:
+        """An aspect ratio: the square as often as the mix says, the others alike."""
+        others = [template for template in INFINITY_SIZES if template != 1.0]
+        return 1.0 if chance.random() < self.settings.mix.squares else chance.choice(others)
 
     @torch.inference_mode()
-    def evaluate(self, features: Mapping[int, Features], captions: Captions) -> dict[str, list[float]]:
-        """Held-out loss per bit of every stage, without flips, by the averaged weights: side -> stages."""
-        return {str(side): self._held_out_losses(bank, captions) for side, bank in features.items()}
+    def evaluate(self, pictures: Mapping[int, Pictures]) -> dict[str, dict[str, list[float]]]:
+        """Held-out loss per bit and share of right bits of every stage, without flips, by the averaged weights: side -> stages."""
+        found = {str(side): self._held_out(of_side) for side, of_side in pictures.items()}
+        return {name: {side: values[place] for side, values in found.items()} for place, name in enumerate(("loss", "accuracy"))}
 
-    def _held_out_losses(self, bank: Features, captions: Captions) -> list[float]:
-        stages = len(bank.schedule)
+    def _held_out(self, pictures: Pictures) -> tuple[list[float], list[float]]:
+        schedule = schedule_of(1.0, pictures.side, self.tokenizer.pixels_per_token)
         model, words = self.average.module, self.average_words.module
-        forced = ForcedPass(model, bank.schedule, stages)
-        losses, count = torch.zeros(stages, device=self.device), 0
-        for indices in torch.arange(bank.all.shape[1]).split(EVALUATED_TOGETHER):
-            first = torch.zeros_like(indices)
-            encoded = bank.of(indices.to(self.device), first.to(self.device))
-            pyramid = forced_pyramid(self.tokenizer, encoded, bank.schedule, stages, 0.0, self._generator)
-            condition = self.condition(*captions.of(indices, first), model, words, captions.longest + 1, None)
-            losses += len(indices) * forced.bit_losses(pyramid, condition)
-            count += len(indices)
-        return [round(loss, 4) for loss in (losses / count).tolist()]
+        forced = ForcedPass(model, schedule, len(schedule))
+        sums = torch.zeros(2, len(schedule), device=self.device)
+        for indices in torch.arange(len(pictures)).split(EVALUATED_TOGETHER):
+            features = self.features(pictures.batch(indices.to(pictures.pixels.device)).to(self.device))
+            pyramid = forced_pyramid(self.tokenizer, features, schedule, len(schedule), 0.0, self._generator)
+            captions = [pictures.records[index].caption for index in indices.tolist()]
+            found = forced.bit_losses(pyramid, self.condition(*self.read(captions), model, words, None))
+            sums += len(indices) * torch.stack(found)
+        losses, right = (sums / len(pictures)).tolist()
+        return [round(value, 4) for value in losses], [round(value, 4) for value in right]
 
     def pipeline(self) -> Pipeline:
         """Generates with the averaged weights."""

@@ -55,7 +55,7 @@ class Run:
     """Counts, saves and resumes. Everything that must survive an interruption is named in `modules` and `optimizers`.
 
     State and curve live in `folder`; a run with other settings than the folder's is refused. Steps after the last state are made again,
-    so their lines leave the curve.
+    so their lines leave the curve. stretch: seconds of training after which this session ends, also before the budget does.
     """
 
     def __init__(
@@ -66,10 +66,11 @@ class Run:
         optimizers: Mapping[str, torch.optim.Optimizer],
         settings: Mapping[str, Any],
         *,
+        stretch: float = math.inf,
         save_every: float = 120.0,
         log_every: int = 20,
     ) -> None:
-        self.folder, self.budget = folder, budget
+        self.folder, self.budget, self.stretch = folder, budget, stretch
         self.modules, self.optimizers = modules, optimizers
         self.settings = json.loads(json.dumps(settings, default=str))
         self.save_every, self.log_every = save_every, log_every
@@ -89,7 +90,7 @@ class Run:
         """Yields the share of the budget that is spent before each step; saves now and then, and at the end."""
         begun = saved = time.monotonic()
         before = self.seconds
-        while self.progress < 1:
+        while self.progress < 1 and self.seconds - before < self.stretch:
             yield self.progress
             self.step += 1
             now = time.monotonic()

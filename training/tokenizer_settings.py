@@ -69,6 +69,11 @@ def square_schedule(side: int, pixels_per_token: int) -> Schedule:
     return infinity_stages(1.0, offers.index(side) + 1)
 
 
+def schedule_of(template: float, side: int, pixels_per_token: int) -> Schedule:
+    """The stages of an aspect ratio (height / width) with about as many pixels as a square of this side."""
+    return infinity_stages(template, len(square_schedule(side, pixels_per_token)))
+
+
 def check_sides(config: InfinityTokenizerConfig, sides: Collection[int]) -> None:
     """Raises SettingError unless a tokenizer can be trained on pictures of these sides."""
     if not 1 <= len(sides) <= 2:

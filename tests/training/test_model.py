@@ -25,13 +25,14 @@ from nextscale.text.prompts import TextReader
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
 from training.data import Pictures
-from training.encoded import Captions, Features, caption_variants, style_templates
 from training.forcing import ForcedPass, forced_pyramid, stage_weights, stage_windows
 from training.model import train_model
 from training.model_settings import Batch, ModelTraining, Phase
 from training.model_trainer import ModelTrainer, initialise
 from training.records import Record
 from training.run import CURVE, STATE, Budget, Run
+from training.scenes import Mix, Scenes
+from training.sprites import Sprites
 
 CPU = torch.device("cpu")
 BITS = 4
@@ -40,7 +41,7 @@ TINY = InfinityConfig(2, 64, 2, 1, bits_per_token=BITS, text_channels=128, longe
 SETTINGS = ModelTraining(
     model=TINY,
     phases=(Phase(0.5, (Batch(SIDE, 2, 6),)), Phase(0.5, (Batch(SIDE, 3, 4),))),
-    variants={SIDE: 2},
+    mix=Mix(squares=1.0, plain=1.0),
     learning_rate=1e-2,
     average=0.5,
 )
@@ -75,10 +76,10 @@ def randomised(model: Infinity) -> Infinity:
     return model.eval()
 
 
-@pytest.mark.parametrize("joined", [600, 5, 0])
+@pytest.mark.parametrize("joined", [9, 2, 0])
 def test_forced_pass_computes_what_generation_computes(monkeypatch: pytest.MonkeyPatch, joined: int) -> None:
-    """Whatever part of the stages is attended to under one mask: 5 splits them, 0 gives each a call of its own."""
-    monkeypatch.setattr("training.forcing.JOINED_TOKENS", joined)
+    """Whatever part of the stages is attended to under one mask: 2 splits them, 0 gives each a call of its own."""
+    monkeypatch.setattr("training.forcing.JOINED_STAGES", joined)
     tokenizer, model, words = tiny_tokenizer(), randomised(Infinity(TINY)), tiny_words()
     schedule = Schedule([1, 2, (3, 4), 6], extent=(8, 8))
     prompts = words(["a red square", "blue circle a a"])
@@ -145,10 +146,9 @@ def trainer(settings: ModelTraining = SETTINGS) -> ModelTrainer:
 def test_gradients_reach_everything_that_is_trained() -> None:
     it, data = trainer(replace(SETTINGS, no_prompt=0.5)), pictures()
     before = {name: p.clone() for name, p in [*it.model.named_parameters(), *it.words.model.named_parameters()]}
-    features = {SIDE: Features(it.tokenizer, data, 2, 0)}
-    captions = Captions(it.words, data, 2, 0)
+    scenes = Scenes(Sprites({SIDE: data}, CPU), SETTINGS.mix)
     for step in range(2):
-        it.step(0.6, step, features, captions)
+        it.step(0.6, step, scenes)
     unchanged = [n for n, p in [*it.model.named_parameters(), *it.words.model.named_parameters()] if torch.equal(p, before[n])]
     # The keys' biases of a softmax cancel out, and levels and words that no batch has stay as they are.
     assert [name for name in unchanged if "positions" not in name] == []
@@ -207,34 +207,17 @@ def test_a_new_run_can_begin_with_weights(tmp_path: Path) -> None:
     assert all(parameter.requires_grad for parameter in again.model.parameters())
 
 
-def test_captions_vary_in_wording_but_keep_the_subject() -> None:
-    records = [
-        Record("0", "a flat icon of a fox", style="flat", subject="a fox"),
-        Record("1", "a fox emblem, flat", style="flat", subject="a fox emblem"),
-        Record("2", "a photo of a shirt", style="photo", subject="a shirt", caption_color="a photo of a red shirt"),
-    ]
-    assert style_templates(records) == {"flat": ["a flat icon of {}", "{}, flat"], "photo": ["a photo of {}"]}
-    variants = caption_variants(records, 40)
-    assert [several[0] for several in variants] == [record.caption for record in records]
-    assert {"a flat icon of a fox", "a fox, flat", "a flat icon of fox"} <= set(variants[0])
-    assert all("fox" in text for text in variants[0])
-    assert set(variants[2]) >= {"a photo of a shirt", "a photo of a red shirt"}
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"phases": ()}, "add up to 1"),
         ({"phases": (Phase(0.5, (Batch(SIDE, 2, 6),)),)}, "add up to 1"),
-        ({"variants": {}}, "lacks"),
         ({"phases": (Phase(1.5, (Batch(SIDE, 2, 6),)), Phase(-0.5, (Batch(SIDE, 2, 6),)))}, "each above 0"),
         ({"phases": (Phase(1.0, ()),)}, "batches of 1 picture or more"),
         ({"phases": (Phase(1.0, (Batch(SIDE, 1, 6),)),)}, "up to stage 2 or later"),
         ({"phases": ((1.0, ((SIDE, 2, 0),)),)}, "batches of 1 picture or more"),
         ({"phases": (3,)}, r"expected \[share, \[\[side, stages, pictures\]"),
         ({"phases": ((1.0, ((SIDE, 2.5, 4),)),)}, "whole numbers"),
-        ({"variants": {SIDE: 0}}, "variants are whole numbers"),
-        ({"variants": {"small": 1}}, "variants are whole numbers"),
         ({"flips": 1.0}, "flips is a share"),
         ({"learning_rate": 0}, "above 0"),
         ({"learning_rate": float("nan")}, "above 0"),
@@ -260,14 +243,14 @@ def test_bad_settings_are_refused(change: dict[str, object], message: str) -> No
         ({"model": replace(TINY, levels=2)}, "32 has 3 stages, model.levels is 2"),
         ({"model": replace(TINY, longest_text=3)}, "a caption has 4 tokens, the model reads 3"),
         ({"phases": (Phase(1.0, (Batch(SIDE, 4, 6),)),)}, "stage 4 of pictures of side 32, which have 3"),
-        ({"phases": (Phase(1.0, (Batch(40, 2, 6),)),), "variants": {40: 1}}, "side 40: at 8 pixels per token choose one of"),
-        ({"phases": (Phase(1.0, (Batch(64, 2, 6),)),), "variants": {64: 1}}, r"training pictures of sides \[32\]: the phases take \[64\]"),
+        ({"phases": (Phase(1.0, (Batch(40, 2, 6),)),)}, "side 40: at 8 pixels per token choose one of"),
+        ({"phases": (Phase(1.0, (Batch(64, 2, 6),)),)}, r"training pictures of sides \[32\]: the phases take \[64\]"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused_before_anything_is_encoded(
+def test_parts_that_do_not_fit_are_refused_before_anything_is_cut_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr("training.encoded._encoded", lambda *_: pytest.fail("encoded"))
+    monkeypatch.setattr("training.model.Sprites", lambda *_: pytest.fail("cut out"))
     data = {SIDE: pictures()}
     with pytest.raises(SettingError, match=message):
         train_model(replace(SETTINGS, **change), tiny_words(), tiny_tokenizer(), data, data, tmp_path / "run", Budget(steps=1), CPU)
@@ -306,13 +289,15 @@ def test_the_curve_tells_every_stage(tmp_path: Path) -> None:
     data = {SIDE: pictures()}
     train_model(SETTINGS, tiny_words(), tiny_tokenizer(), data, data, tmp_path, Budget(steps=4), CPU)
     line, results = (json.loads(text) for text in (tmp_path / CURVE).read_text().splitlines())
-    assert list(line) == ["step", "seconds", "learning_rate", "gradient", "loss_32px_2", "stages_32px_2", "loss_32px_3", "stages_32px_3"]
+    of_batches = [f"{name}_32px_{stages}" for stages in (2, 3) for name in ("loss", "stages", "accuracy")]
+    assert list(line) == ["step", "seconds", "learning_rate", "gradient", "pictures", *of_batches]
     for stages in (2, 3):
         losses = torch.tensor(line[f"stages_{SIDE}px_{stages}"])
         assert len(losses) == stages
         expected = (losses * stage_weights(Schedule([1, 2, 4]).stages[:stages])).sum().item()
         assert line[f"loss_{SIDE}px_{stages}"] == pytest.approx(expected, abs=2e-4)
-    assert len(results["held_out"]["held_out_loss"]["32"]) == 3
+        assert all(0 <= share <= 1 for share in line[f"accuracy_{SIDE}px_{stages}"])
+    assert {name: len(of_side["32"]) for name, of_side in results["held_out"].items()} == {"held_out_loss": 3, "held_out_accuracy": 3}
 
 
 def test_stage_has_no_last_flag_in_a_shortened_pass() -> None:
