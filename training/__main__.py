@@ -16,10 +16,12 @@ from nextscale.cli.options import MACHINE, Device, Force, grouped, out_option
 from nextscale.cli.parse import parse_size
 from nextscale.cli.program import Program
 from nextscale.errors import SettingError
+from nextscale.io import write_image
 from nextscale.loading.load import choose_device, load_module
 from nextscale.loading.presets import NANO_MODEL, NANO_TOKENIZER
 from nextscale.metrics import Lpips
 from nextscale.models import Infinity
+from nextscale.schedules import INFINITY_SIZES
 from nextscale.text.words import FILE_NAME, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer
 
@@ -31,9 +33,12 @@ from .model import train_model
 from .model_settings import ModelTraining, check_parts, check_training
 from .records import read_records
 from .run import Budget
+from .scenes import Mix, Scenes
 from .settings import changed
+from .sheet import contact_sheet
+from .sprites import Sprites
 from .tokenizer import train_tokenizer
-from .tokenizer_settings import TokenizerTraining, check_sides
+from .tokenizer_settings import TokenizerTraining, check_sides, schedule_of
 from .words import make_word_encoder
 
 app = typer.Typer(
@@ -156,7 +161,39 @@ def model(
     load_module(coder, tokenizer, device, torch.float32)
     reader = WordTextEncoder.load(words, device=device)
     check_training(settings, coder, reader)
-    train_model(settings, reader, coder, *run.pictures(settings.sides, torch.device("cpu")), run.out, budget, device, start, math.inf if stretch is None else 60 * stretch)
+    train_model(
+        settings,
+        reader,
+        coder,
+        *run.pictures(settings.sides, torch.device("cpu")),
+        run.out,
+        budget,
+        device,
+        start,
+        math.inf if stretch is None else 60 * stretch,
+    )
+
+
+@app.command()
+def sheet(
+    data: Data,
+    out: Annotated[Path, out_option("FILE", "The .png file to write.")] = Path("sheet.png"),
+    side: Annotated[int, typer.Option("--side", metavar="SIDE", help="Side of the squares; other pictures have as many pixels.")] = 256,
+    pictures: Annotated[int, typer.Option("--pictures", metavar="N", min=1, help="Pictures of every aspect ratio.")] = 6,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", min=0)] = 0,
+    change: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A setting of the mix, such as plain=0.2.")
+    ] = None,
+    device: Device = None,
+    force: Force = False,
+) -> None:
+    """Draw composed training pictures of all aspect ratios with their captions."""
+    require_writable([out], force)
+    target, stride = choose_device(device), NANO_TOKENIZER.autoencoder.stride
+    schedules = [schedule_of(template, side, stride) for template in sorted(INFINITY_SIZES)]
+    scenes = Scenes(Sprites(read_pictures(data, [side]), target), changed(Mix(), change or []))
+    write_image(contact_sheet(scenes, schedules, stride, pictures, seed), out)
+    typer.echo(str(out))
 
 
 @app.command()

@@ -51,8 +51,16 @@ BROWN, BLACK, GRAY, WHITE = map(WORDS.index, ("brown", "black", "gray", "white")
 RED, ORANGE, PINK = map(WORDS.index, ("red", "orange", "pink"))
 HUES = tuple(color.hue for color in COLORS[:BROWN])  # of the words that a hue alone decides
 
-TO_CONE = ((0.4122214708, 0.5363325363, 0.0514459929), (0.2119034982, 0.6806995451, 0.1073969566), (0.0883024619, 0.2817188376, 0.6299787005))
-TO_LAB = ((0.2104542553, 0.7936177850, -0.0040720468), (1.9779984951, -2.4285922050, 0.4505937099), (0.0259040371, 0.7827717662, -0.8086757660))
+TO_CONE = (
+    (0.4122214708, 0.5363325363, 0.0514459929),
+    (0.2119034982, 0.6806995451, 0.1073969566),
+    (0.0883024619, 0.2817188376, 0.6299787005),
+)
+TO_LAB = (
+    (0.2104542553, 0.7936177850, -0.0040720468),
+    (1.9779984951, -2.4285922050, 0.4505937099),
+    (0.0259040371, 0.7827717662, -0.8086757660),
+)
 
 
 def mixed(channels: Tensor, matrix: tuple[tuple[float, ...], ...] | Tensor) -> Tensor:
@@ -82,7 +90,7 @@ def to_rgb(lab: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Look:
-    """What colors some images have, one number per image; hues in degrees. Lightness and chroma are means over the dominant hue."""
+    """Colors of some images, one number per image; hues in degrees. Lightness and chroma are means over the dominant hue."""
 
     hue: Tensor
     share: Tensor  # of the colorful weight near the dominant hue
@@ -142,7 +150,7 @@ def look(rgb: Tensor, inside: Tensor) -> Look:
 
 @dataclass(frozen=True)
 class Recoloring:
-    """What turns subjects into other colors, [B] each: from a hue to a hue in degrees, factor of the chroma, change of the lightness."""
+    """Changes of color, [B] each: from a hue to a hue in degrees, factor of the chroma, change of the lightness."""
 
     source: Tensor
     target: Tensor
@@ -167,7 +175,7 @@ class Recoloring:
         )
 
     def __call__(self, rgb: Tensor) -> Tensor:
-        """Recolors images [B, 3, H, W] in [0, 1]; hues far from the source stay, and there is no hard edge between."""
+        """Recolors images [B, 3, H, W] in [0, 1]; hues far from the source stay, and the change between them is gradual."""
         lab = to_oklab(rgb)
         source, target, factor, shift = (value[:, None, None] for value in (self.source, self.target, self.chroma, self.lightness))
         lightness, a, b = lab.unbind(1)
@@ -177,8 +185,12 @@ class Recoloring:
         angle = ((target - source) * (math.pi / 180)).expand_as(a)
         cosine, sine = angle.cos() * factor, angle.sin() * factor
         chroma = torch.hypot(a, b)
-        colored = (chroma / COLORFUL).clamp(max=1).maximum(self.everywhere[:, None, None].float())  # highlights and outlines keep their lightness
-        changed = torch.stack([lightness + shift * colored * (1 - lightness.clamp(0, 1) ** 8), a * cosine - b * sine, a * sine + b * cosine], dim=1)
+        colored = (
+            (chroma / COLORFUL).clamp(max=1).maximum(self.everywhere[:, None, None].float())
+        )  # highlights and outlines keep their lightness
+        changed = torch.stack(
+            [lightness + shift * colored * (1 - lightness.clamp(0, 1) ** 16), a * cosine - b * sine, a * sine + b * cosine], dim=1
+        )
         return to_rgb(fitted(torch.lerp(lab, changed, turned[:, None])))
 
 

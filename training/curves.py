@@ -9,7 +9,17 @@ from typing import Any
 
 from nextscale.io import replacing
 
-LEFT_OUT = ("step", "seconds", "gradient", "learning_rate", "pictures", "accuracy", "discriminator", "generator", "entropy")  # of another size or sign than losses
+LEFT_OUT = (
+    "step",
+    "seconds",
+    "gradient",
+    "learning_rate",
+    "pictures",
+    "accuracy",
+    "discriminator",
+    "generator",
+    "entropy",
+)  # of another size or sign than losses
 
 Curve = dict[str, list[tuple[float, float]]]
 

@@ -79,7 +79,7 @@ def stage_windows(stages: Sequence[Stage], device: torch.device) -> tuple[Window
 
 
 def before_attention(
-    block: Block, x: Tensor, modulation: Modulation, logit_scale: Tensor, cosines: Tensor, sines: Tensor
+    block: Block, x: Tensor, modulation: Modulation, logit_scale: Tensor | None, cosines: Tensor, sines: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values; cosines, sines: [tokens, 1, 1, head_dim / 2]."""
 
@@ -114,7 +114,11 @@ class BlockParts(NamedTuple):
 
     @classmethod
     def compiled(cls) -> BlockParts:
-        return cls(*(torch.compile(part, dynamic=True) for part in cls()))
+        return cls(
+            torch.compile(before_attention, dynamic=True),
+            torch.compile(after_attention, dynamic=True),
+            torch.compile(after_text, dynamic=True),
+        )
 
 
 def forced_block(
@@ -122,8 +126,9 @@ def forced_block(
     block: Block,
     x: Tensor,
     modulation: Modulation,
-    text: tuple[Tensor, Tensor, Tensor | None],
-    logit_scale: Tensor,
+    text: tuple[Tensor, Tensor],
+    text_mask: Tensor | None,
+    logit_scale: Tensor | None,
     rotation: tuple[Tensor, Tensor],
     windows: tuple[Window, ...],
 ) -> Tensor:
@@ -131,7 +136,7 @@ def forced_block(
     q, k, v = parts.before_attention(block, x, modulation, logit_scale, *rotation)
     seen = [attend(q[:, w.start : w.end], k[:, : w.end], v[:, : w.end], w.mask, block.attention.scale) for w in windows]
     x, queries = parts.after_attention(block, x, torch.cat(seen, dim=1), modulation)
-    return parts.after_text(block, x, attend(queries, *text, block.text_attention.scale), modulation)
+    return parts.after_text(block, x, attend(queries, *text, text_mask, block.text_attention.scale), modulation)
 
 
 def stage_weights(stages: Sequence[Stage]) -> Tensor:
@@ -159,8 +164,8 @@ class ForcedPass:
         assert condition.text is not None and condition.head is not None
         for layer, block in enumerate(model.stack):
             logit_scale = condition.logit_scales[layer]
-            text = (*condition.text.keys_values[layer], condition.text.mask)
-            x = forced_block(self.parts, block, x, condition.modulation[layer], text, logit_scale, self.rotation, self.windows)
+            text, mask = condition.text.keys_values[layer], condition.text.mask
+            x = forced_block(self.parts, block, x, condition.modulation[layer], text, mask, logit_scale, self.rotation, self.windows)
         dtype = model.head.weight.dtype
         hidden = torch.addcmul(condition.head.shift.to(dtype), model.head_norm(x.to(dtype)), condition.head.scale.to(dtype))
         zero, one = model.head(hidden).float().unflatten(-1, (-1, 2)).unbind(-1)

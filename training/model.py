@@ -74,12 +74,13 @@ def train_model(
 
 
 def check_captions(settings: ModelTraining, words: WordTextEncoder, *several: Pictures) -> None:
-    """Raises SettingError where the caption of a picture is longer than what the model reads. Composed ones may be longer: they are not
-    cut either, and training ends there."""
+    """Raises SettingError where the caption of a picture is longer than what the model reads."""
     for pictures in several:
         longest = words.tokenize([record.caption for record in pictures.records])[0].shape[1] + 1
         if longest > settings.model.longest_text:
-            raise SettingError(f"a caption has {longest} tokens, the model reads {settings.model.longest_text}: set model.longest_text higher")
+            raise SettingError(
+                f"a caption has {longest} tokens, the model reads {settings.model.longest_text}: set model.longest_text higher"
+            )
 
 
 def identity(

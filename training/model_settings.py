@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -71,7 +71,7 @@ class ModelTraining:
     longest_gradient: float = 1.0
     flips: float = 0.25
     no_prompt: float = 0.1
-    mix: Mix = Mix()
+    mix: Mix = field(default_factory=Mix)
     average: float = 0.998
     compile: bool = False
     seed: int = 0

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from nextscale.checkpoints import write_weights
-from nextscale.errors import SettingError
 from nextscale.loading.load import load_module
 from nextscale.loading.presets import NANO
 from nextscale.models import Infinity
@@ -121,12 +120,11 @@ class ModelTrainer:
             return self.tokenizer.features(images.contiguous(memory_format=torch.channels_last))
 
     def read(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Ids [B, T], T always the same, and lengths [B] of captions, on the host."""
-        ids, mask = self.words.tokenize(captions)
-        longest = self.settings.model.longest_text - 1
-        if ids.shape[1] > longest:
-            raise SettingError(f"a caption has {ids.shape[1] + 1} tokens, the model reads {longest + 1}: set model.longest_text higher")
-        return nn.functional.pad(ids, (0, longest - ids.shape[1])), mask.sum(1)
+        """Returns ids [B, T], T always the same, and lengths [B] of captions, on the host. Those of pictures were checked; the end of a
+        composed one that is longer is cut off."""
+        longest = min(self.settings.model.longest_text, self.words.model.config.longest) - 1
+        rows = [self.words.vocabulary.split(caption)[:longest] for caption in captions]
+        return torch.tensor([row + [0] * (longest - len(row)) for row in rows]), torch.tensor([len(row) for row in rows])
 
     def condition(self, ids: Tensor, lengths: Tensor, model: Infinity, words: WordEncoder, dropped: Tensor | None) -> Conditioning:
         """What the model reads of captions, ids [B, T] and lengths [B].
@@ -151,9 +149,7 @@ class ModelTrainer:
         height, width = (cells * self.tokenizer.pixels_per_token for cells in schedule.grid)
         plan = scenes.plan((height, width), batch.pictures, seed)
         dropped = torch.rand(batch.pictures, device=self.device, generator=self._generator) < settings.no_prompt
-        pyramid = forced_pyramid(
-            self.tokenizer, self.features(scenes.draw(plan)), schedule, batch.stages, settings.flips, self._generator
-        )
+        pyramid = forced_pyramid(self.tokenizer, self.features(scenes.draw(plan)), schedule, batch.stages, settings.flips, self._generator)
         condition = self.condition(*self.read(plan.captions), self.working, self.words.model, dropped)
         forced = self.forced_pass(schedule, batch.stages)
         losses, right = forced.bit_losses(pyramid, condition)

@@ -30,7 +30,7 @@ CLEAR = 50  # tries to find colors that differ
 
 @dataclass(frozen=True)
 class Mix:
-    """What training pictures are like; shares from 0 to 1."""
+    """Shares of kinds of training pictures, from 0 to 1."""
 
     squares: float = 0.4  # of the batches; others have one of the other aspect ratios
     plain: float = 0.5  # of the pictures on squares: as they are, or hardly moved
@@ -62,7 +62,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a batch of pictures shows; the second layer belongs to the first pictures."""
+    """A description of a batch of pictures; the second layer belongs to the first pictures."""
 
     size: tuple[int, int]  # height and width in pixels
     layers: tuple[Layer, ...]
@@ -141,7 +141,7 @@ class Scenes:
     def _placed(
         self, size: tuple[int, int], sprite: Tensor, word: Tensor, plain: Tensor, pairs: int, part: int, generator: torch.Generator
     ) -> Layer:
-        """Where subjects are drawn: whole, inside the canvas, or inside their half of it. Photos fill it or fade into their surroundings."""
+        """Places subjects whole, inside the canvas or their half of it. Photos fill it or fade into their surroundings."""
         facts, count, short = self.sprites.facts, len(sprite), min(size)
         uniform = torch.rand(7, count, generator=generator)
         room = torch.tensor([size[1] / short, size[0] / short]).expand(count, 2).clone()  # half the canvas
@@ -162,7 +162,9 @@ class Scenes:
         zoom = zoom.minimum(((room - MARGIN).clamp(min=0.2) / extent).amin(1))
         free = (room - MARGIN - extent * zoom[:, None]).clamp(min=0)
         where = middle + free * 0.7 * (2 * uniform[4:6].T - 1)
-        zoom, where = self._left_alone(size, plain & ~facts.photo[sprite], zoom, where, center * torch.stack([mirror, torch.ones(count)], 1), uniform)
+        zoom, where = self._left_alone(
+            size, plain & ~facts.photo[sprite], zoom, where, center * torch.stack([mirror, torch.ones(count)], 1), uniform
+        )
         longest = max(size) / short
         slack = 1 + 0.1 * uniform[3]
         photo_zoom = slack if longest == 1 else longest ** (0.35 * uniform[3])
@@ -201,7 +203,7 @@ class Scenes:
             sampled = F.grid_sample(premultiplied, grid, padding_mode="reflection", align_corners=False)
             colors = (sampled[:, :3] / sampled[:, 3:].clamp(min=1e-3)).clamp(0, 1)
             colors = self.recolored(colors, *self._recoloring(layer))
-            beyond = (grid.abs().amax(3) - 1)[:, None]  # how far outside the sprite a pixel lies
+            beyond = (grid.abs().amax(3) - 1)[:, None]  # how far outside the sprite a pixel is
             opacity = sampled[:, 3:] * (beyond <= 0)
             if height != width:
                 photo = self._on_device("photo", self.sprites.facts.photo)[layer.sprite][:, None, None, None]
@@ -223,7 +225,7 @@ class Scenes:
         return tuple(vars(Recoloring.to_words(seen, layer.word)).values())
 
     def _grid(self, layer: Layer, size: tuple[int, int]) -> Tensor:
-        """Where in its sprite every pixel of the canvas lies, [B, H, W, 2]."""
+        """Returns the place in its sprite of every pixel of the canvas, [B, H, W, 2]."""
         box = self._on_device("box", self.sprites.facts.box)[layer.sprite]
         center = (box[:, 2:] + box[:, :2]) / 2
         cosine, sine = layer.turn.cos() / layer.zoom, layer.turn.sin() / layer.zoom
@@ -238,11 +240,12 @@ def recolored(rgb: Tensor, source: Tensor, target: Tensor, chroma: Tensor, light
     return Recoloring(source, target, chroma, lightness, everywhere)(rgb)
 
 
-def backdrop_of(
-    taken: set[int], seen: Look, shown: Sequence[int], colors: Sequence[int], chance: random.Random
-) -> tuple[str, Tensor]:
+def backdrop_of(taken: set[int], seen: Look, shown: Sequence[int], colors: Sequence[int], chance: random.Random) -> tuple[str, Tensor]:
     """A background's words and its OKLab colors at the top and the bottom; it differs from the subjects."""
-    subject = [sum(COLORS[color].lightness) / 2 if color >= 0 else float(seen.lightness_of_all[one]) for color, one in zip(colors, shown, strict=True)]
+    subject = [
+        sum(COLORS[color].lightness) / 2 if color >= 0 else float(seen.lightness_of_all[one])
+        for color, one in zip(colors, shown, strict=True)
+    ]
     for _ in range(CLEAR):
         word, shade = chance.randrange(WHITE), chance.choice(tuple(SHADES))
         if word in taken or (shade and word in (BLACK, GRAY)):
@@ -250,9 +253,11 @@ def backdrop_of(
         color, (shift, factor) = COLORS[word], SHADES[shade]
         lightness = min(0.95, max(0.12, chance.uniform(*color.lightness) + shift))
         chroma, hue = chance.uniform(*color.chroma) * factor, torch.tensor(color.hue).deg2rad()
-        if min(abs(lightness - one) for one in subject) < 0.12 and chroma < 0.08:
+        if min(abs(lightness - one) for one in subject) < 0.12 and chroma < 0.12:
             continue
         step = chance.choice((0.0, 0.0, 0.06, -0.06))
-        ends = torch.tensor([[lightness + step, chroma * hue.cos(), chroma * hue.sin()], [lightness - step, chroma * hue.cos(), chroma * hue.sin()]])
+        ends = torch.tensor(
+            [[lightness + step, chroma * hue.cos(), chroma * hue.sin()], [lightness - step, chroma * hue.cos(), chroma * hue.sin()]]
+        )
         return f"{shade}{WORDS[word]}", ends
     return "", torch.tensor([[1.0, 0.0, 0.0]]).expand(2, 3)

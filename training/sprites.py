@@ -16,7 +16,7 @@ from .records import Record
 TOGETHER = 128  # pictures
 COARSE = 128  # side on which the white background is followed from the frame inward
 WHITE = 0.05  # distance of the darkest channel from white below which a pixel may be background
-PALE = 0.2  # distance below which a subject's rim cannot be told from the background
+PALE = 0.2  # distance below which a subject's rim may be background
 PALE_RIM = 0.12  # share of such a rim from which a subject stays on white
 FLAT_GROUPS = ("Flags", "People & Body", "Smileys & Emotion")  # skin and flags keep their colors
 PHOTO = "photo"
@@ -61,7 +61,7 @@ def cut_out(images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of every subject, [N] each unless noted."""
+    """Measurements of every subject, [N] each unless noted."""
 
     seen: Look
     box: Tensor  # [N, 4]: left, top, right, bottom, from -1 to 1
@@ -98,7 +98,9 @@ class Sprites:
                 self.pixels[side][part.to(device)] = (rgba * 255).round().to(torch.uint8)
                 if side == smallest.side:
                     inside = opacity.squeeze(1).maximum(is_photo[:, None, None].float())
-                    found.append((~whole, box_of(inside), *vars(look(colors.where(~is_photo[:, None, None, None], images), inside)).values()))
+                    found.append(
+                        (~whole, box_of(inside), *vars(look(colors.where(~is_photo[:, None, None, None], images), inside)).values())
+                    )
         cut, box, *seen = (torch.cat(parts).cpu() for parts in zip(*found, strict=True))
         about = Look(*seen)
         one_color = about.one_color & ~photo

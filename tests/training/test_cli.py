@@ -166,7 +166,7 @@ def test_a_run_goes_on_and_another_begins_with_its_weights(folder: Path) -> None
         ("model", ("--set", "model.bits_per_token=8"), (), "tokenizer has 4 bits per token, the model 8"),
         ("model", ("--set", "model.text_channels=256"), (), "word encoder has 192 channels, the model reads 256"),
         ("model", ("--set", "phases=[[1,[[32,4,8]]]]"), (), "stage 4 of pictures of side 32, which have 3"),
-        ("model", ("--set", "phases=[[1,[[64,2,8]]]]"), (), "variants says how often"),
+        ("model", ("--set", "mix.plain=2"), (), "mix.plain is a share"),
     ],
 )
 def test_refusals(
