@@ -46,6 +46,7 @@ from .shown_rows import (
     references,
     suite_rows,
     timed,
+    with_kernels,
 )
 from .suites import SPARSE, step_of
 
@@ -182,6 +183,30 @@ def throughput_table(rows: Sequence[Row]) -> str:
     return table_of(columns, shown, note)
 
 
+def papers_table(rows: Sequence[Row]) -> str:
+    """What the papers compare besides: case by case, in the run that was last."""
+    found: dict[str, list[Row]] = {}
+    for row in with_kernels(rows):
+        if row.get("suite") == "papers":
+            found.setdefault(row["case"], []).append(row)
+    shown = [row for own in found.values() for row in one_run(own)]
+    if not shown:
+        return ""
+    columns = (
+        Column("case", lambda row: row["case"], "l", config=True),
+        *CASE,
+        Column("generate, ms", lambda row: f"{row['median_ms']:.0f}"),
+        Column("speedup", lambda row: faster(row, "speedup")),
+        MACS,
+        MEMORY,
+    )
+    note = (
+        f'Medians of {repeats(shown)} runs; {machines(shown)}; guided, random weights.{capture_note(shown)} In the case "unfused" attention'
+        " is a product, a softmax and a product."
+    )
+    return table_of(columns, shown, note)
+
+
 def waterfall_table(rows: Sequence[Row]) -> str:
     """What each step brought: dense generation step by step, then every method on top of the last step."""
     lines, shown, known = [], [], references(rows)
@@ -227,6 +252,7 @@ TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "methods": methods_table,
     "growth": growth_table,
     "throughput": throughput_table,
+    "papers": papers_table,
 }
 """Under the names of their places on a page."""
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nextscale import kernels
 from nextscale.device import check_quantize, choose_device, choose_dtype
@@ -61,7 +63,10 @@ PEERS: Mapping[str, tuple[Method | str, ...]] = {
 PUBLISHED = (SPARSE, "FastVAR", "StageVAR")
 SKIPPED_AND_PUBLISHED = ("skip the last two stages", *PUBLISHED)
 FROM_NINE = "sparsevar:keep=0.25,first_stage=9"  # one stage before its default
-RANKS_ELSEWHERE = 0.177  # Infinity-2B's mean rank ratio at 40x40, for models without a published table
+RANKS_ELSEWHERE = "stagevar:ranks=0.177"  # Infinity-2B's mean rank ratio at 40x40, for models without a published table
+AS_RELEASED = "stagevar:as_released=true"  # Infinity-8B: the reference implementation has one table for both
+MOST_MERGED = ("tome:ratio=0.75", "tome:ratio=0.75,sublayers=[attention,cross_attention,feed_forward]", "tome + skip:last=2")
+HART_BLOCKS = ("sparsevar:keep=0.25,blocks=15", "sparsevar:keep=0.25,blocks=16")  # the paper's 16th, counted from 1 and from 0
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,9 @@ class Case:
     size: tuple[int, int]
     batch: int = 1
     methods: tuple[str, ...] = ()  # in addition to dense generation
-    suite: str = "current"  # "growth" and "throughput" have separate tables
-    ranks: float | None = None  # for StageVAR, if the model has no published ranks
+    suite: str = "current"  # those of APART have separate tables
+    stagevar: str = "stagevar"  # for models without published ranks
+    unfused: bool = False  # attention as a product, a softmax and a product (FastVAR, table 5)
     seconds: int = 30  # estimated on an H200 with five repeats, including loading and capture
 
 
@@ -90,7 +96,7 @@ CASES = (
     Case("growth-1024", "infinity-2b", (1024, 1024), methods=SKIPPED_AND_PUBLISHED, suite="growth", seconds=60),
     Case("growth-2048", "infinity-2b", (2048, 2048), methods=SKIPPED_AND_PUBLISHED, suite="growth", seconds=100),
     Case("2b-1344", "infinity-2b", (1344, 1344), methods=PUBLISHED, seconds=70),
-    Case("8b-1024", "infinity-8b", (1024, 1024), methods=PUBLISHED, ranks=RANKS_ELSEWHERE, seconds=110),
+    Case("8b-1024", "infinity-8b", (1024, 1024), methods=PUBLISHED, stagevar=AS_RELEASED, seconds=110),
     Case("8b-512", "infinity-8b-512", (512, 512), seconds=40),
     Case("hart-1024", "hart-0.7b", (1024, 1024), methods=(ALL,), seconds=80),
     Case("hart-1024-batch4", "hart-0.7b", (1024, 1024), batch=4, seconds=20),
@@ -101,14 +107,28 @@ CASES = (
     Case("star-1024-sampler", "star-1024-sampler", (1024, 1024), seconds=40),
     Case("var-d16-256", "var-d16", (256, 256), batch=8, seconds=15),
     Case("var-d20-256", "var-d20", (256, 256), batch=8, seconds=15),
-    Case("var-d24-256", "var-d24", (256, 256), batch=8, seconds=15),
-    Case("var-d30-256", "var-d30", (256, 256), batch=8, methods=PUBLISHED, ranks=RANKS_ELSEWHERE, seconds=45),
+    Case("var-d24-256", "var-d24", (256, 256), batch=8, methods=PUBLISHED, stagevar=RANKS_ELSEWHERE, seconds=30),
+    Case(
+        "var-d30-256",
+        "var-d30",
+        (256, 256),
+        batch=8,
+        methods=(*PUBLISHED, "code:draft=8", "code:draft=9"),
+        stagevar=RANKS_ELSEWHERE,
+        seconds=55,
+    ),
     Case("var-d36-512", "var-d36", (512, 512), seconds=25),
     Case("flexvar-d24-256", "flexvar-d24", (256, 256), batch=8, seconds=20),
-    Case("flexvar-d24-512", "flexvar-d24", (512, 512), seconds=20),
+    Case("flexvar-d24-512", "flexvar-d24", (512, 512), methods=PUBLISHED, stagevar=RANKS_ELSEWHERE, seconds=35),
     Case("nano-512-batch32", "nano", (512, 512), batch=32, seconds=15),
+    Case("2b-1024-unfused", "infinity-2b", (1024, 1024), methods=("FastVAR",), suite="papers", unfused=True, seconds=50),
+    Case("2b-1024-tome", "infinity-2b", (1024, 1024), methods=("ToMe", *MOST_MERGED), suite="papers", seconds=70),
+    Case("2b-1920x960", "infinity-2b", (1920, 960), methods=SKIPPED_AND_PUBLISHED, suite="papers", seconds=70),
+    Case("2b-1344x1008", "infinity-2b", (1344, 1008), methods=SKIPPED_AND_PUBLISHED, suite="papers", seconds=70),
+    Case("8b-1024-batch4", "infinity-8b", (1024, 1024), batch=4, methods=("ScaleKV",), suite="papers", seconds=90),
+    Case("hart-1024-blocks", "hart-0.7b", (1024, 1024), methods=HART_BLOCKS, suite="papers", seconds=40),
 )
-APART = ("growth", "throughput")  # suites with separate tables
+APART = ("growth", "throughput", "papers")  # suites with separate tables
 
 
 def chosen_cases(names: Sequence[str]) -> list[Case]:
@@ -140,14 +160,12 @@ SAME = ("hardware", "torch", "commit", "quantize")
 LISTS: Mapping[str, Iterable[str]] = {ALL: TIMED_METHODS, "peers": PEERS}
 
 
-def timed_methods(names: Iterable[str], ranks: float | None = None) -> dict[str, Method]:
+def timed_methods(names: Iterable[str], stagevar: str = "stagevar") -> dict[str, Method]:
     """Returns methods by name, by list ("all" or "peers") or by settings such as "fastvar + skip:last=1".
 
-    ranks: for StageVAR, instead of the published ones.
+    stagevar: settings of "StageVAR".
     """
-    known: dict[str, tuple[Method | str, ...]] = {**TIMED_METHODS, **PEERS}
-    if ranks is not None:
-        known["StageVAR"] = (f"stagevar:ranks={ranks}",)
+    known: dict[str, tuple[Method | str, ...]] = {**TIMED_METHODS, **PEERS, "StageVAR": (stagevar,)}
     return {one: resolve_method(known.get(one, one)) for name in names for one in LISTS.get(name, (name,))}
 
 
@@ -186,15 +204,16 @@ def rows_of(cases: Sequence[Case], plan: Plan) -> Iterator[Row]:
 
 
 def timed_rows(pipe: Pipeline, case: Case, plan: Plan) -> list[Row]:
-    return bench(
-        pipe,
-        timed_methods(case.methods, case.ranks),
-        size=case.size,
-        batch=case.batch,
-        engines=choose_engines(plan.engine, plan.device),
-        repeats=plan.repeats,
-        measure=partial(more_columns, case=case, plan=plan),
-    )
+    with sdpa_kernel(SDPBackend.MATH) if case.unfused else nullcontext():
+        return bench(
+            pipe,
+            timed_methods(case.methods, case.stagevar),
+            size=case.size,
+            batch=case.batch,
+            engines=choose_engines(plan.engine, plan.device),
+            repeats=plan.repeats,
+            measure=partial(more_columns, case=case, plan=plan),
+        )
 
 
 def failed_rows(case: Case, plan: Plan, error: Exception) -> list[Row]:
@@ -202,7 +221,7 @@ def failed_rows(case: Case, plan: Plan, error: Exception) -> list[Row]:
         **{"benchmark": "bench", "model": case.model, "size": [*case.size], "batch": case.batch, "dtype": None, "quantize": plan.quantize},
         **{"kernels": kernels.enabled(plan.device), **where(plan.device), "run": "not loaded", "error": short_error(error)},
     }
-    methods = {DENSE: Method(), **timed_methods(case.methods, case.ranks)}
+    methods = {DENSE: Method(), **timed_methods(case.methods, case.stagevar)}
     return [
         shared | {"engine": engine, "engine_asked": engine, "method": name, "settings": method.label}
         for engine in choose_engines(plan.engine, plan.device)

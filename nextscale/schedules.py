@@ -165,11 +165,17 @@ def infinity_stages(template: float, stages: int) -> Schedule:
     return Schedule((*sizes, *((round(height * factor), round(width * factor)) for factor in factors)))
 
 
+FASTVAR_GRIDS = {2.0: (120, 60), 0.5: (60, 120), 1.333: (84, 63), 0.75: (63, 84)}
+"""Stage 14 by template in a comment of FastVAR's released program, whose "2K" is most likely 1920x960. Its 84x84 is that of "1.8M"."""
+
+
 @cache
 def infinity_images(pixels_per_token: int) -> dict[tuple[int, int], Schedule]:
     """All sizes in pixels of a stride, no two of which are the same."""
     budgets = BUDGETS_BY_STRIDE[pixels_per_token].values()
     schedules = [infinity_stages(template, stages) for template in INFINITY_SIZES for stages in budgets]
+    if pixels_per_token == PIXELS_PER_TOKEN:
+        schedules += [Schedule((*INFINITY_SIZES[template], grid)) for template, grid in FASTVAR_GRIDS.items()]
     return {(schedule.grid[0] * pixels_per_token, schedule.grid[1] * pixels_per_token): schedule for schedule in schedules}
 
 

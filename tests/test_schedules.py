@@ -71,10 +71,17 @@ def test_a_size_in_pixels_finds_its_entry_whatever_the_budget(template: float, b
         assert book.choose((height, width), None) == infinity_schedule(template, budget)
 
 
-def test_offers_are_the_published_sizes_and_two_larger_ones_per_aspect_ratio() -> None:
+def test_offers_are_the_published_sizes_two_larger_ones_per_aspect_ratio_and_four_of_fastvar() -> None:
     larger = [infinity_schedule(template, budget).grid for template in INFINITY_SIZES for budget in LARGER_BUDGETS]
     published_sizes = [tuple(published(*entry)["pixel"]) for entry in ENTRIES]
+    larger += [(120, 60), (60, 120), (84, 63), (63, 84)]
     assert sorted(InfinitySchedules().offers()) == sorted([*published_sizes, *((16 * height, 16 * width) for height, width in larger)])
+
+
+def test_fastvars_2k_continues_its_template() -> None:
+    assert InfinitySchedules().choose((1920, 960), None).sizes[-2:] == ((90, 45), (120, 60))
+    assert InfinitySchedules().choose((1008, 1344), None).sizes[-2:] == ((54, 72), (63, 84))
+    assert InfinitySchedules().choose("1.8M", 1.0).grid == (84, 84)
 
 
 @pytest.mark.parametrize(("budget", "stages", "grid"), [("1.8M", 14, (84, 84)), ("4M", 15, (128, 128))])

@@ -38,7 +38,7 @@ METHODS: dict[str, type[Method]] = {
     "nearmask": NearMask,
     "auto": Auto,
 }
-RESEARCH = ("code", "litevar", "pitome", "scalekv", "skipvar", "sparsevit", "sparvar", "stagevar_variants", "tome", "zipvl")
+RESEARCH = "code litevar pitome scalekv skipvar sparsevar_variants sparsevit sparvar stagevar_variants tome zipvl"
 ENTRY_POINTS = "nextscale.methods"  # the group in which other packages register their methods by name
 
 
@@ -74,7 +74,7 @@ def method_class(name: str) -> type[Method]:
     if name in METHODS:
         return METHODS[name]
     if name not in plugins():
-        if name in RESEARCH:
+        if name in RESEARCH.split():
             raise SettingError(f"method {name!r} is a plug-in of this project's research/ folder. Install it: pip install ./research")
         close = difflib.get_close_matches(name, method_names(), n=1)
         hint = f"; did you mean {close[0]}?" if close else "."

@@ -26,10 +26,11 @@ class Entry:
     settings: dict[str, Any]  # that the image depends on, besides the above
     sha256: str  # of the file
     versions: dict[str, Any]  # of programs and machine; others change an image by rounding only
+    original: str | None = None  # of which the prompt was rewritten
 
     @property
     def line(self) -> str:
-        return json.dumps(vars(self), ensure_ascii=False) + "\n"
+        return json.dumps({name: value for name, value in vars(self).items() if value is not None}, ensure_ascii=False) + "\n"
 
     def __post_init__(self) -> None:
         if Path(self.file).name != self.file:

@@ -22,6 +22,7 @@ class Picture:
     seed: int
     schedule: Schedule
     file: str  # its name in the folder
+    original: str | None = None  # of a rewritten prompt
 
     @property
     def stages(self) -> str:
@@ -70,7 +71,7 @@ def plan_batches(
         words, size = read(prompt.text), schedule(prompt)
         for value in range(first, first + seeds):
             require(is_seed(value), f"the seed of prompt {prompt.id!r}", "an int in [0, 2**63)", value, PromptError)
-            picture = Picture(prompt.id, words, value, size, f"{prompt.id}_{value}{suffix}")
+            picture = Picture(prompt.id, words, value, size, f"{prompt.id}_{value}{suffix}", prompt.original)
             if (other := files.setdefault(picture.file.lower(), picture)) is not picture:  # such as "a" with seed 1 and "a_1"
                 raise PromptError(f"the prompts {other.id!r} and {prompt.id!r} would both write {picture.file}: give them other ids")
             by_size.setdefault(size, []).append(picture)

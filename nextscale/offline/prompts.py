@@ -33,11 +33,12 @@ class SamplePrompt:
     seed: int | None = None  # of its first image
     size: str | None = None
     aspect: str | None = None
+    original: str | None = None  # of which the text was rewritten
 
 
 def read_sample_prompts(file: Path, limit: int | None = None) -> list[SamplePrompt]:
-    """Reads prompts with ids. Objects of a .jsonl file have one of PROMPT_FIELDS and may have id, seed, size and aspect; other files are
-    read as by `read_prompts`. The default id is the number of the prompt, from 0."""
+    """Reads prompts with ids. Objects of a .jsonl file have one of PROMPT_FIELDS and may have id, seed, size, aspect and original;
+    other files are read as by `read_prompts`. The default id is the number of the prompt, from 0."""
     if file.suffix == ".jsonl":
         lines = read_lines(_text(file), file.name)
         prompts = [_sample_prompt(line, numbered(place, len(lines))) for place, line in enumerate(lines)]
@@ -160,9 +161,8 @@ def _sample_prompt(line: Line, default_id: str) -> SamplePrompt:
     name = default_id if name is None else str(name) if is_int(name) else name
     fits = isinstance(name, str) and SAFE_ID.fullmatch(name)
     require(fits, f"{source}: id", "up to 120 letters, digits, dots, underscores and dashes, to name files", name, PromptError)
-    return SamplePrompt(
-        name, caption_of(line, PROMPT_FIELDS), seed, *(_shape(fields.get(key), f"{source}: {key}") for key in ("size", "aspect"))
-    )
+    size, aspect = (_shape(fields.get(key), f"{source}: {key}") for key in ("size", "aspect"))
+    return SamplePrompt(name, caption_of(line, PROMPT_FIELDS), seed, size, aspect, word_of(line, "original"))
 
 
 def _shape(value: Any, name: str) -> str | None:

@@ -98,7 +98,7 @@ class Store:
         """Writes the file, without its line in the manifest; thread-safe. versions: of this image only."""
         self._put(self.out / picture.file, image.content)
         settings, versions = self._settings_of(picture), {**self._versions, **versions}
-        return Entry(picture.file, picture.id, picture.prompt, picture.seed, image.size, settings, image.sha256, versions)
+        return Entry(picture.file, picture.id, picture.prompt, picture.seed, image.size, settings, image.sha256, versions, picture.original)
 
     def record(self, entry: Entry) -> None:
         """Appends the line of a written image."""

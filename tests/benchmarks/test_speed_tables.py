@@ -13,6 +13,7 @@ from benchmarks.speed_tables import (
     dense_table,
     growth_table,
     methods_table,
+    papers_table,
     pictured_row,
     speed_tables,
     stages_svg,
@@ -120,7 +121,7 @@ def test_tables_leave_out_other_machines_and_suites_with_tables_of_their_own() -
     assert set(speed_tables([made(suite="growth")])) == {"growth"}
     assert set(speed_tables([made(suite="throughput")])) == {"throughput"}
     assert set(speed_tables([made(), made("FastVAR", 50)])) == {"dense", "methods"}
-    assert set(TABLES) == {"dense", "methods", "waterfall", "growth", "throughput"}
+    assert set(TABLES) == {"dense", "methods", "waterfall", "growth", "throughput", "papers"}
 
 
 def test_the_methods_table_compares_what_was_measured_together() -> None:
@@ -261,6 +262,18 @@ def test_growth_and_throughput() -> None:
     ]
     [line] = lines_of(throughput_table([made(suite="throughput", batch=8, joules_per_image=None)]))
     assert line == "| infinity-2b | 1024x1024 | 8 | dense | graphs | **5.56** | **1.00** (1.00–1.00) |  | 8.8 GB |"
+
+
+def test_cases_of_the_papers_stay_apart_though_model_and_size_are_equal() -> None:
+    rows = [
+        made(name, milliseconds, suite="papers", case=case)
+        for case, slower in (("2b-1024-unfused", 3), ("2b-1024-tome", 1))
+        for name, milliseconds in (("dense", 100 * slower), ("FastVAR", 50 * slower))
+    ]
+    found = lines_of(papers_table(rows))
+    assert [line.split(" | ")[0].strip("| ") for line in found] == ["2b-1024-unfused"] * 2 + ["2b-1024-tome"] * 2
+    assert [line.split(" | ")[6] for line in found] == ["300", "150", "100", "50"]
+    assert papers_table([made()]) == ""
 
 
 def test_the_picture_is_that_of_the_row_in_the_table() -> None:

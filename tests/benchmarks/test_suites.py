@@ -78,7 +78,7 @@ def test_a_benchmark_keeps_what_it_has_measured_and_what_failed(tmp_path: Path) 
 def test_cases_can_be_run() -> None:
     for case in CASES:
         model_spec(case.model).settings.schedules.choose(case.size, None)
-        timed_methods(case.methods, case.ranks)
+        timed_methods(case.methods, case.stagevar)
     assert len({case.name for case in CASES}) == len(CASES)
 
 
@@ -87,7 +87,7 @@ def test_every_row_of_the_tables_is_measured() -> None:
     measured: dict[CaseKey, set[str]] = {}
     for case in CASES:
         key = case_of({"model": case.model, "size": [*case.size], "batch": case.batch})
-        measured.setdefault(key, {"dense"}).update(timed_methods(case.methods, case.ranks))
+        measured.setdefault(key, {"dense"}).update(timed_methods(case.methods, case.stagevar))
     rows = read_rows(RESULTS)
     shown = [*dense_rows(rows), *method_rows(rows), *(row for name in APART for own in suite_rows(rows, name).values() for row in own)]
     for row in shown:
@@ -107,6 +107,7 @@ def test_cases_are_chosen_by_name_suite_or_model() -> None:
         "8b-512",
         "hart-1024",
         "hart-1024-batch4",
+        "hart-1024-blocks",
     ]
     with pytest.raises(SystemExit, match="got 'al'"):
         chosen_cases(["al"])
@@ -114,7 +115,7 @@ def test_cases_are_chosen_by_name_suite_or_model() -> None:
 
 def test_stagevar_runs_with_ranks_where_none_are_published() -> None:
     [case] = chosen_cases(["var-d30"])
-    assert timed_methods(case.methods, case.ranks)["StageVAR"] == resolve_method("stagevar:ranks=0.177")
+    assert timed_methods(case.methods, case.stagevar)["StageVAR"] == resolve_method("stagevar:ranks=0.177")
     assert timed_methods(case.methods)["StageVAR"] == resolve_method("stagevar")
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +15,18 @@ import torch
 from PIL import Image
 from typer.testing import Result
 
+from benchmarks.suites import chosen_cases
 from nextscale.errors import NextscaleError, PromptError, SettingError
 from nextscale.eval.results import DENSE
 from nextscale.loading.presets import MODELS, build_model, model_spec
 from nextscale.methods.registry import resolve_method
-from nextscale.offline.manifest import Entry, sha256_of
+from nextscale.offline.manifest import Entry, read_manifest, sha256_of
 from nextscale.offline.prompts import SAFE_ID, SamplePrompt, read_sample_prompts
 from nextscale_research.__main__ import app
+from nextscale_research.quality.lists import LISTS
 from nextscale_research.suites import SUITES, export, layouts, suite
-from nextscale_research.suites.papers import PAPER_RUNS, Work, measured_hardware, measured_speed, paper_work
-from nextscale_research.suites.prompts import as_lines
+from nextscale_research.suites.papers import PAPER, Work, measured_hardware, measured_speed, paper_work
+from nextscale_research.suites.prompts import as_lines, rewritten
 from nextscale_research.suites.suite import suite_table
 from tests.conftest import PROJECT
 from tests.helpers.cli import run_cli
@@ -113,7 +116,7 @@ def sampled(folder: Path, prompts: list[SamplePrompt], seeds: int) -> Path:
         for k in reversed(range(seeds)):  # the manifest's order does not matter
             name = f"{prompt.id}_{100 + k}.png"
             Image.new("RGB", (SIDE, SIDE), (number % 256, k, 0)).save(out / name)
-            entries.append(Entry(name, prompt.id, prompt.text, 100 + k, (SIDE, SIDE), {}, sha256_of(out / name), {}))
+            entries.append(Entry(name, prompt.id, prompt.text, 100 + k, (SIDE, SIDE), {}, sha256_of(out / name), {}, prompt.original))
     (out / "manifest.jsonl").write_text("".join(entry.line for entry in entries))
     return out
 
@@ -127,7 +130,7 @@ def replaced(file: Path, content: bytes) -> None:
     manifest.write_text(text.replace(known, sha256_of(file)))
 
 
-def to_channels_last(name: str, tmp_path: Path, seeds: int | None = None) -> tuple[Path, set[str]]:
+def exported(name: str, tmp_path: Path, seeds: int | None = None) -> tuple[Path, set[str]]:
     """The exported folder, and its files."""
     (tmp_path / "set").mkdir()
     prompt_set = SETS[name](tmp_path / "set")
@@ -150,7 +153,7 @@ def colour(file: Path) -> tuple[int, ...]:
 
 def test_geneval(tmp_path: Path) -> None:
     """Folders whose names are digits, metadata.jsonl with one object, samples/DIGITS.png."""
-    out, files = to_channels_last("geneval", tmp_path)
+    out, files = exported("geneval", tmp_path)
     assert files == {f"0000{i}/{name}" for i in range(2) for name in ("metadata.jsonl", *(f"samples/000{k}.png" for k in range(4)))}
     assert json.loads((out / "00000" / "metadata.jsonl").read_text())["include"] == [{"class": "bench", "count": 1}]
     assert colour(out / "00001" / "samples" / "0002.png") == (1, 2, 0)
@@ -158,7 +161,7 @@ def test_geneval(tmp_path: Path) -> None:
 
 def test_geneval2(tmp_path: Path) -> None:
     """A JSON object from prompts to paths."""
-    out, _ = to_channels_last("geneval2", tmp_path)
+    out, _ = exported("geneval2", tmp_path)
     paths = json.loads((out / "image_paths.json").read_text())
     assert [*paths] == ["four white bicycles", "a cow"]
     assert colour(Path(paths["a cow"])) == (1, 0, 0) and Path(paths["a cow"]).is_absolute()
@@ -166,7 +169,7 @@ def test_geneval2(tmp_path: Path) -> None:
 
 def test_dpg(tmp_path: Path) -> None:
     """One picture per prompt under the name of its text file: top left, top right, bottom left, bottom right; no other files."""
-    out, files = to_channels_last("dpg", tmp_path)
+    out, files = exported("dpg", tmp_path)
     assert files == {"COCOval2014000000000042.png", "256.png"}
     with Image.open(out / "256.png") as picture:
         assert picture.size == (2 * SIDE, 2 * SIDE)
@@ -176,7 +179,7 @@ def test_dpg(tmp_path: Path) -> None:
 
 def test_hpsv2(tmp_path: Path) -> None:
     """STYLE/00000.jpg in the order of the style's list."""
-    out, files = to_channels_last("hpsv2", tmp_path)
+    out, files = exported("hpsv2", tmp_path)
     assert files == {f"{style}/0000{i}.jpg" for style in ("anime", "concept-art", "paintings", "photo") for i in range(2)}
     with Image.open(out / "photo" / "00001.jpg") as picture:
         assert picture.format == "JPEG"
@@ -185,23 +188,23 @@ def test_hpsv2(tmp_path: Path) -> None:
 
 def test_imagereward(tmp_path: Path) -> None:
     """MODEL/ID_NUMBER.png, numbers from 0, and as many files as prompts times images."""
-    out, files = to_channels_last("imagereward", tmp_path)
+    out, files = exported("imagereward", tmp_path)
     assert files == {f"infinity-2b/{name}_{k}.png" for name in ("005695-0057", "005784-0093") for k in range(10)}
     assert colour(out / "infinity-2b" / "005784-0093_9.png") == (1, 9, 0)
 
 
 def test_mjhq(tmp_path: Path) -> None:
-    assert to_channels_last("mjhq", tmp_path)[1] == {"people/0a1b.png", "food/ff00.png"}
+    assert exported("mjhq", tmp_path)[1] == {"people/0a1b.png", "food/ff00.png"}
 
 
 def test_coco_takes_the_first_caption_of_every_image(tmp_path: Path) -> None:
-    assert to_channels_last("coco", tmp_path)[1] == {"000000000007.png", "000000000042.png"}
+    assert exported("coco", tmp_path)[1] == {"000000000007.png", "000000000042.png"}
     assert [prompt.text for prompt in suite("coco").prompts(tmp_path / "set" / "captions_val2014.json")] == ["other", "first"]
 
 
 def test_imagenet(tmp_path: Path) -> None:
     """arr_0 of a npz, [N, H, W, 3] in 8 bits."""
-    out, files = to_channels_last("imagenet", tmp_path, seeds=1)
+    out, files = exported("imagenet", tmp_path, seeds=1)
     assert files == {"samples.npz"}
     with np.load(out / "samples.npz") as arrays:
         assert arrays.files == ["arr_0"]
@@ -243,7 +246,7 @@ def test_dpg_refuses_what_its_scorer_would_cut_wrongly(seeds: int, size: tuple[i
 
 def test_compbench(tmp_path: Path) -> None:
     """SET/samples/PROMPT_NUMBER.png; the prompt ends at the first _, and numbers are never repeated."""
-    _, files = to_channels_last("t2i-compbench", tmp_path)
+    _, files = exported("t2i-compbench", tmp_path)
     names = sorted((Path(file).name for file in files), key=lambda name: int(name.split("_")[-1].split(".")[0]))
     assert {Path(file).parent.as_posix() for file in files} == {"color_val/samples"}
     assert names[0] == "a green bench and a blue bowl_000000.png"
@@ -261,7 +264,7 @@ def test_compbench_refuses_prompts_that_cannot_name_files(text: str, tmp_path: P
 
 def test_evalscope(tmp_path: Path) -> None:
     """A line with id, prompt and image_path for every image."""
-    out, files = to_channels_last("evalscope", tmp_path)
+    out, files = exported("evalscope", tmp_path)
     assert files == {"samples.jsonl"}
     found = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert [(line["id"], line["prompt"]) for line in found] == [("00000", "four white bicycles"), ("00001", "a cow")]
@@ -307,6 +310,51 @@ def test_images_of_other_prompts_are_not_scored(tmp_path: Path) -> None:
     with pytest.raises(NextscaleError, match="shows 'not a photo of a bench', and 00000 of GenEval is 'a photo of a bench'"):
         export(suite("geneval"), folder, tmp_path / "out", prompt_set)
     assert not (tmp_path / "out").exists()
+
+
+WORDS = {"a photo of a bench": "a wooden bench in a park, photo", "two cows": "two brown cows on a meadow"}
+
+
+@pytest.mark.parametrize("source", ["function", "ids", "texts"])
+def test_a_rewritten_set_is_exported_with_its_original_prompts(source: str, tmp_path: Path) -> None:
+    """Images show other words; metadata.jsonl, from which the scorer reads the objects, is the published line."""
+    prompt_set = geneval_set(tmp_path)
+    by_id, by_text = tmp_path / "rewritten.jsonl", tmp_path / "prompt_rewrite_cache.json"
+    by_id.write_text(lines(*({"id": f"0000{i}", "prompt": text} for i, text in enumerate(WORDS.values()))))
+    by_text.write_text(json.dumps(WORDS))
+    rewrite: Path | Callable[[str], str] = {"function": WORDS.__getitem__, "ids": by_id, "texts": by_text}[source]
+    prompts = rewritten(suite("geneval").prompts(prompt_set), rewrite)
+    assert [(prompt.text, prompt.original) for prompt in prompts] == [(text, original) for original, text in WORDS.items()]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(as_lines(prompts))
+    assert read_sample_prompts(file) == prompts
+    folder = sampled(tmp_path, prompts, 4)
+    export(suite("geneval"), folder, tmp_path / "out", prompt_set)  # the manifest has the originals
+    expected = prompt_set.read_text().splitlines()
+    assert [(tmp_path / "out" / f"0000{i}" / "metadata.jsonl").read_text().strip() for i in range(2)] == expected
+    names = {file.relative_to(tmp_path / "out").as_posix() for file in (tmp_path / "out").rglob("*.png")}
+    assert names == {f"0000{i}/samples/000{k}.png" for i in range(2) for k in range(4)}
+    if isinstance(rewrite, Path):
+        manifest = folder / "manifest.jsonl"
+        manifest.write_text("".join(replace(entry, original=None).line for entry in read_manifest(manifest)))
+        with pytest.raises(NextscaleError, match="--rewritten FILE"):
+            export(suite("geneval"), folder, tmp_path / "other", prompt_set)
+        export(suite("geneval"), folder, tmp_path / "other", prompt_set, texts=rewrite)
+
+
+def test_rewritten_prompts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    prompts = suite("geneval").prompts(geneval_set(tmp_path))
+    file = tmp_path / "rewritten.jsonl"
+    for content, message in (
+        ({"id": "00000", "prompt": "one"}, "lacks 1, such as '00001'"),
+        ({"id": "00000", "prompt": "one", "original": "another"}, "00000 rewrites 'another'"),
+    ):
+        file.write_text(lines(content))
+        with pytest.raises(PromptError, match=message):
+            rewritten(prompts, file)
+    (tmp_path / "texts.json").write_text(json.dumps({"two cows": 3}))
+    with pytest.raises(PromptError, match="must be a .jsonl file"):
+        rewritten(prompts, tmp_path / "texts.json")
 
 
 @pytest.mark.parametrize("name", ["hpsv2", "dpg"])
@@ -376,15 +424,17 @@ def test_the_page_has_the_table() -> None:
 
 
 def test_every_run_of_the_papers_fits_its_model() -> None:
-    asked = {(run.model, run.side): set[str]() for run in PAPER_RUNS}
-    for run in PAPER_RUNS:
+    runs = [run for item in PAPER for run in item.runs]
+    asked = {(run.model, run.side): set[str]() for run in runs}
+    for run in runs:
         asked[run.model, run.side] |= {*run.methods} - {DENSE}
     for (name, side), methods in asked.items():
         spec = model_spec(name)
         with torch.device("meta"):
             model = build_model(spec.model)
         for method in methods:
-            resolve_method(method).forecast(model, spec.settings.schedules.choose((side, side), None))
+            plans = resolve_method(method).forecast(model, spec.settings.schedules.choose((side, side), None))
+            assert len(plans) > 1, method
     assert {name for name, _ in asked} <= {*MODELS}
 
 
@@ -402,7 +452,39 @@ def test_numbers_of_images() -> None:
     }
     dense = [work for work in paper_work() if (work.suite, work.model, work.method) == ("geneval", "infinity-2b", DENSE)]
     assert len(dense) == 1 and dense[0].images == 2212  # three papers, one folder
-    assert len(dense[0].tables) == 3
+    assert {table.split()[0] for table in dense[0].tables} == {"SparseVAR", "FastVAR", "StageVAR"}
+
+
+TABLES = {
+    "SparseVAR": ("1 2 3 4 5 6", "1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19"),
+    "FastVAR": ("1 2 3 4 5 A.1 A.2 A.3 A.4", "1 2 3 4 5 6 7 8 A.1 A.2 A.3 A.4 A.5 A.6 A.7"),
+    "StageVAR": ("1 2 3 4 6 7 8 9 11", "1 2 3 4 5 6 7 8 9 10 11 12 13 14"),
+}
+
+
+@pytest.mark.parametrize("paper", TABLES)
+def test_every_table_and_figure_is_listed_once_with_a_way_or_a_reason(paper: str) -> None:
+    """The numbers are those of the captions; StageVAR's text has no tables 5 and 10."""
+    found: dict[str, list[str]] = {"Table": [], "Fig": []}
+    for item in (item for item in PAPER if item.name.startswith(paper)):
+        assert item.runs or item.commands or item.note, item
+        for part in re.findall(r"(Table|Fig)s?\.? ([^TF]+)", item.name):
+            for numbers in part[1].strip(", ").split(","):
+                first, *last = (one.strip() for one in numbers.split(" to ") if one.strip())
+                prefix = "A." if first.startswith("A.") else ""
+                ends = [int(one.removeprefix("A.")) for one in (first, *last)]
+                found[part[0]] += [f"{prefix}{number}" for number in range(ends[0], ends[-1] + 1)]
+    for kind, numbers in zip(("Table", "Fig"), TABLES[paper], strict=True):
+        assert sorted(found[kind]) == sorted(numbers.split()), kind
+
+
+def test_commands_of_the_papers_name_lists_and_cases_that_exist() -> None:
+    for command in (command for item in PAPER for command in item.commands):
+        words = command.split()
+        if words[:4] == ["python", "-m", "nextscale_research", "quality"]:
+            assert words[words.index("--method") + 1] in LISTS, command
+        if words[:3] == ["python", "-m", "benchmarks.suites"]:
+            assert chosen_cases(words[3:]), command
 
 
 def test_hours_follow_from_measured_speeds() -> None:
@@ -414,6 +496,7 @@ def test_hours_follow_from_measured_speeds() -> None:
     work = Work("geneval", "m", 64, "fastvar", 100, ())
     speed = measured_speed(rows, work, "GPU")
     assert speed is not None and (speed.images_per_second, speed.exact) == (10.0, True)
+    assert measured_speed(rows, Work("geneval", "m", 64, "stagevar_variants:variant=svd", 100, ()), "GPU") is None  # slower than dense
     unmeasured = measured_speed(rows, Work("geneval", "m", 64, "sparsevar:tau=0.4", 100, ()), "GPU")
     assert unmeasured is not None and (unmeasured.images_per_second, unmeasured.exact) == (4.0, False)
     assert measured_speed(rows, Work("geneval", "m", 128, DENSE, 100, ()), "GPU") is None
@@ -434,7 +517,12 @@ def test_the_papers_tables_count_images_and_hours() -> None:
     assert result.exit_code == 0, result.output
     total = sum(work.images for work in paper_work())
     assert re.search(rf"{total} images in {len(paper_work())} folders; [\d.]+ hours on one NVIDIA H200", result.output)
-    assert "StageVAR 3" in result.output
+    assert all(item.name in result.output for item in PAPER)
+    assert "--guidance 4 --temperature 1" in result.output and "evaluate_images.py" in result.output
+    result = run("paper-tables", "stagevar table 3")
+    assert result.exit_code == 0 and "as_released=true" in result.output and "FastVAR Table" not in result.output
+    result = run("paper-tables", "table 99")
+    assert result.exit_code == 2 and "PART" in result.output
 
 
 def test_a_suite_alone_lists_its_folders() -> None:
@@ -445,11 +533,15 @@ def test_a_suite_alone_lists_its_folders() -> None:
 def test_from_a_prompt_set_to_a_scorers_folder(tmp_path: Path) -> None:
     prompt_set, file = geneval_set(tmp_path), tmp_path / "prompts.jsonl"
     result = run("suite", "geneval", "--prompt-set", prompt_set, "--write-prompts", file)
-    assert result.exit_code == 0 and "--seeds 4" in result.output
+    assert result.exit_code == 0 and "-n 4" in result.output and "--guidance 4 --temperature 1" in result.output
     folder = sampled(tmp_path, read_sample_prompts(file), 4)
     result = run("suite", "geneval", folder, "--prompt-set", prompt_set, "--export", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "evaluate_images.py" in result.output and str(tmp_path / "out") in result.output
+    (texts := tmp_path / "texts.json").write_text(json.dumps(WORDS))
+    arguments = ("--prompt-set", prompt_set, "--rewritten", texts)
+    assert run("suite", "geneval", *arguments, "--write-prompts", file, "--force").exit_code == 0
+    assert [json.loads(line)["original"] for line in file.read_text().splitlines()] == [*WORDS]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,12 @@ from nextscale.eval.results import DENSE
 from nextscale.methods.method import Method
 from nextscale.methods.registry import resolve_method, standard_methods
 
+from ..methods.sparsevar_variants import LEFT_OUT
+
 GUIDANCE_OFF = "stagevar:alphas=[]"
+TAUS = (0.4, 0.5, 0.6, 0.7)
+METRIC_TAUS = {"mse": (0.2, 0.3, *TAUS), "logits": (0.2, 0.3, *TAUS), "image": (0.04, 0.05, 0.06, 0.07, 0.1, 0.2, 0.3)}
+VARIANTS = ("vanilla", "svd_approximation", "svd", "svd_fixed", "least_squares", "representative")
 
 
 def sparsevar_decisions(stages: int, blocks: int) -> dict[str, str]:
@@ -65,6 +70,61 @@ def sparsevar_stages(stages: int, blocks: int) -> dict[str, str]:
     return {f"from stage {first}": f"sparsevar:tau=0.6,first_stage={first}" for first in range(max(1, stages - 8), stages)}
 
 
+def sparsevar_taus(stages: int, blocks: int) -> dict[str, str]:
+    """SparseVAR, tables 1 to 3: thresholds."""
+    return {f"tau {tau}": f"sparsevar:tau={tau}" for tau in TAUS}
+
+
+def sparsevar_metrics(stages: int, blocks: int) -> dict[str, str]:
+    """SparseVAR, figure 6: each metric over its thresholds."""
+    return {f"{metric} {tau}": f"sparsevar:metric={metric},tau={tau}" for metric, taus in METRIC_TAUS.items() for tau in taus}
+
+
+def sparsevar_blocks(stages: int, blocks: int) -> dict[str, str]:
+    """SparseVAR, figure 8: the block across which change is measured, at a threshold."""
+    return {f"tau 0.6, block {block}": f"sparsevar:tau=0.6,blocks={block}" for block in range(blocks)}
+
+
+def sparsevar_left_out(stages: int, blocks: int) -> dict[str, str]:
+    """The change at cells that did not run, at thresholds: as at the stage before, or 0 (equation 1)."""
+    return {f"left out {left_out}, tau {tau}": f"sparsevar_variants:left_out={left_out},tau={tau}" for tau in TAUS for left_out in LEFT_OUT}
+
+
+def fastvar_layers(stages: int, blocks: int) -> dict[str, str]:
+    """FastVAR's paper prunes all blocks, its program 3 to 27 of 32."""
+    first, last = round(3 * blocks / 32), round(28 * blocks / 32)
+    ranges = {"all blocks": (0, blocks), "blocks as released": (first, last), "inner half": (blocks // 4, blocks - blocks // 4)}
+    return {name: f"fastvar:layers=[{first},{last}]" for name, (first, last) in ranges.items()}
+
+
+def stagevar_variants(stages: int, blocks: int) -> dict[str, str]:
+    """StageVAR, table 2: ways to run the last three stages at low rank, guidance as it was."""
+    alphas = dict.fromkeys(range(max(1, stages - 3), stages), 0.99)
+    return {
+        f"{number} {variant}": f"stagevar_variants:variant={variant},alphas={alphas},guidance_off=99"
+        for number, variant in enumerate(VARIANTS, 1)
+    }
+
+
+def stagevar_alphas(stages: int, blocks: int) -> dict[str, str]:
+    """StageVAR, figure 7 by energy: the last stage, with ranks measured during generation."""
+    settings = {alpha: f"stagevar_variants:alphas={ {stages - 1: alpha} },ranks=measured" for alpha in (0, 0.8, 0.9, 0.96, 0.99)}
+    return {f"alpha {alpha}": setting for alpha, setting in settings.items()}
+
+
+def stagevar_guidance(stages: int, blocks: int) -> dict[str, str]:
+    """StageVAR, figures 2 and 14: guidance is dropped from ever later stages on."""
+    return {f"unguided from {stage}": f"stagevar:guidance_off={stage},alphas=[]" for stage in range(1, stages)}
+
+
+def peers_shares(stages: int, blocks: int) -> dict[str, str]:
+    """SparseVAR, figure 10: merging 10 to 50 %, selecting 10 to 80 %, and SparseVAR beside."""
+    merging = {f"{name} {ratio:.0%}": f"{name.lower()}:ratio={ratio}" for name in ("ToMe", "PiToMe") for ratio in (0.1, 0.2, 0.3, 0.4, 0.5)}
+    ratios = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+    selecting = {f"{name} {ratio:.0%}": f"{name.lower()}:ratio={ratio}" for name in ("SparseViT", "ZipVL") for ratio in ratios}
+    return merging | selecting | sparsevar_taus(stages, blocks)
+
+
 def peers(stages: int, blocks: int) -> dict[str, str]:
     """The other methods of the papers' tables: at their own settings, and milder or bolder where one number says so."""
     return {
@@ -86,13 +146,22 @@ def peers(stages: int, blocks: int) -> dict[str, str]:
 LISTS: Mapping[str, Callable[[int, int], dict[str, str]]] = {
     "standard": lambda stages, blocks: standard_methods(stages),
     "sparsevar-decisions": sparsevar_decisions,
+    "sparsevar-taus": sparsevar_taus,
+    "sparsevar-metrics": sparsevar_metrics,
     "sparsevar-anchors": sparsevar_anchors,
     "sparsevar-stages": sparsevar_stages,
+    "sparsevar-blocks": sparsevar_blocks,
+    "sparsevar-left-out": sparsevar_left_out,
     "fastvar-scales": fastvar_scales,
     "fastvar-ratios": fastvar_ratios,
     "fastvar-cache": fastvar_cache,
+    "fastvar-layers": fastvar_layers,
+    "stagevar-variants": stagevar_variants,
     "stagevar-ranks": stagevar_ranks,
+    "stagevar-alphas": stagevar_alphas,
+    "stagevar-guidance": stagevar_guidance,
     "peers": peers,
+    "peers-shares": peers_shares,
 }
 
 

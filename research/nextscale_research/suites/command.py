@@ -20,8 +20,8 @@ from nextscale.loading.load import choose_device
 
 from ..program import app
 from . import SUITES, export, suite
-from .papers import Work, measured_hardware, measured_speed, paper_work
-from .prompts import as_lines
+from .papers import PAPER, PaperItem, Work, measured_hardware, measured_speed, paper_work
+from .prompts import as_lines, rewritten
 
 OWN_RESULTS = Path(__file__).parents[3] / "benchmarks" / "results.jsonl"  # read, never written
 Results = Annotated[
@@ -44,6 +44,12 @@ def run_suite(
         int | None, typer.Option("--seeds", metavar="K", min=1, show_default="as published", help="Images per prompt, with --export.")
     ] = None,
     results: Results = OWN_RESULTS,
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            "--rewritten", metavar="FILE", help="Rewritten prompts: .jsonl with id and prompt, or .json from original to rewritten."
+        ),
+    ] = None,
     force: Force = False,
 ) -> None:
     """Prepare prompts and images for a benchmark's own scorer; without options, list what its tables need."""
@@ -53,21 +59,45 @@ def run_suite(
     if write_prompts is not None:
         require_writable([write_prompts], force)
         prompts = chosen.prompts(prompt_set)
-        write_text(as_lines(prompts), write_prompts)
-        per_prompt = f" --seeds {chosen.seeds}" if chosen.seeds > 1 else ""
-        typer.echo(f"{len(prompts)} prompts; next: nextscale sample --prompts {write_prompts}{per_prompt} --out FOLDER")
+        write_text(as_lines(prompts if texts is None else rewritten(prompts, texts)), write_prompts)
+        typer.echo(f"{len(prompts)} prompts; next: {chosen.sample_command(write_prompts)}")
     if out is not None:
         if folder is None:
             raise SettingError("FOLDER is missing: --export needs the folder that `nextscale sample` wrote")
-        count = export(chosen, folder, out, prompt_set, seeds)
+        count = export(chosen, folder, out, prompt_set, seeds, texts)
         typer.echo(f"{count} images in {out}. Environment: {chosen.environment}")
         typer.echo(chosen.command.replace("FOLDER", str(out.resolve())))
 
 
 @app.command()
-def paper_tables(results: Results = OWN_RESULTS) -> None:
-    """List the images behind the tables of SparseVAR, FastVAR and StageVAR, with the hours that they take."""
-    show_work(paper_work(), results)
+def paper_tables(
+    part: Annotated[str, typer.Argument(metavar="[PART]", help="Only items with this text, such as 'StageVAR Table 2'.")] = "",
+    results: Results = OWN_RESULTS,
+) -> None:
+    """List all tables and figures of SparseVAR, FastVAR and StageVAR: folders of images with their hours, commands, scorers."""
+    items = [item for item in PAPER if part.lower() in item.name.lower()]
+    if not items:
+        raise SettingError(f"PART must be in the name of a table or a figure, such as {PAPER[1].name!r}; got {part!r}")
+    console = result_console()
+    for item in items:
+        show_item(item)
+    work = paper_work(items)
+    show_work(work, results)
+    for one in (SUITES[name] for name in dict.fromkeys(work.suite for work in work)):
+        console.print(f"\n{one.title}: {one.prompt_set}", markup=False)
+        console.print(f"  {one.sample_command(Path(f'{one.name}.jsonl'))}", markup=False, soft_wrap=True)
+        console.print(f"  {one.command}", markup=False, soft_wrap=True)
+
+
+def show_item(item: PaperItem) -> None:
+    """Prints a table or figure, with the number of its folders, the commands and the note."""
+    console = result_console()
+    folders = len(paper_work([item]))
+    console.print(f"{item.name}: {item.shows}" + (f" ({folders} folders)" if folders else ""), markup=False)
+    for command in item.commands:
+        console.print(f"  {command}", markup=False, soft_wrap=True)
+    if item.note:
+        console.print(f"  {item.note}", markup=False, soft_wrap=True)
 
 
 def show_work(listed: Sequence[Work], results: Path) -> None:

@@ -1,14 +1,15 @@
-"""Prompt sets as their authors publish them, read by path; every prompt has an id that names its images."""
+"""Prompt sets as their authors publish them, read by path, and their rewritten forms; every prompt has an id that names its images."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nextscale.errors import PromptError
-from nextscale.offline.prompts import SamplePrompt, evenly_spread
+from nextscale.offline.prompts import SamplePrompt, evenly_spread, read_sample_prompts
 
 HPS_STYLES = ("anime", "concept-art", "paintings", "photo")
 IMAGENET_CLASSES = 1000
@@ -85,14 +86,40 @@ def imagenet_classes(path: Path | None = None) -> list[SamplePrompt]:
     return [SamplePrompt(f"class-{number:04d}", str(number)) for number in range(IMAGENET_CLASSES)]
 
 
+def rewritten(prompts: Sequence[SamplePrompt], rewrite: Path | Callable[[str], str]) -> list[SamplePrompt]:
+    """Returns the prompts in other words, each with its original text.
+
+    rewrite: a function of the text; or a .jsonl file with id and prompt; or a .json object from original to rewritten texts, such as the
+        prompt_rewrite_cache.json that Infinity's evaluation keeps.
+    """
+    if not isinstance(rewrite, Path):
+        return [replace(prompt, text=rewrite(prompt.text), original=prompt.text) for prompt in prompts]
+    if rewrite.suffix == ".jsonl":
+        by_id = {prompt.id: prompt for prompt in read_sample_prompts(rewrite)}
+        found = {prompt.id: by_id[prompt.id].text for prompt in prompts if prompt.id in by_id}
+        if wrong := [prompt for prompt in prompts if prompt.id in by_id and by_id[prompt.id].original not in (None, prompt.text)]:
+            raise PromptError(
+                f"{rewrite}: {wrong[0].id} rewrites {by_id[wrong[0].id].original!r:.80}, and the prompt is {wrong[0].text!r:.80}"
+            )
+    else:
+        texts = _json(_text(rewrite), rewrite)
+        if not isinstance(texts, dict) or not all(isinstance(text, str) and text.strip() for text in texts.values()):
+            raise PromptError(f"{rewrite} must be a .jsonl file with id and prompt, or a .json object from original to rewritten texts")
+        found = {prompt.id: texts[prompt.text] for prompt in prompts if prompt.text in texts}
+    if lacking := [prompt for prompt in prompts if prompt.id not in found]:
+        raise PromptError(f"{rewrite} must have every prompt; it lacks {len(lacking)}, such as {lacking[0].id!r} ({lacking[0].text!r:.80})")
+    return [replace(prompt, text=found[prompt.id], original=prompt.text) for prompt in prompts]
+
+
 def lines_of(path: Path) -> list[str]:
     """Those of a .jsonl file that are not empty. JSON may hold what `splitlines` takes for the end of a line."""
     return [line for line in _text(path).split("\n") if line.strip()]
 
 
 def as_lines(prompts: Iterable[SamplePrompt]) -> str:
-    """The .jsonl file that `nextscale sample --prompts` takes."""
-    return "".join(json.dumps({"id": prompt.id, "prompt": prompt.text}, ensure_ascii=False) + "\n" for prompt in prompts)
+    """Returns the .jsonl file that `nextscale sample --prompts` takes."""
+    lines = ({"id": prompt.id, "prompt": prompt.text} | ({"original": prompt.original} if prompt.original else {}) for prompt in prompts)
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
 def _numbered(texts: Iterable[str], count: int) -> list[SamplePrompt]:

@@ -24,15 +24,22 @@ class Suite:
     published: int  # prompts in the published set
     seeds: int  # images per prompt
     read: Callable[[Path], list[SamplePrompt]]
-    module_to_channels_last: Callable[[Samples, Path], None]
+    layout: Callable[[Samples, Path], None]
     environment: str
     command: str  # FOLDER is what was exported
     prints: str
-    needs_file: bool = True  # whether there is a prompt set to read
+    needs_file: bool = True  # there is a prompt set to read
+    sampling: str = ""  # options of `nextscale sample` for Infinity, with which its authors and the papers run this benchmark
 
     @property
     def images(self) -> int:
         return self.published * self.seeds
+
+    def sample_command(self, prompts: Path) -> str:
+        """Returns the command that generates the images, with the settings of the papers for Infinity."""
+        per_prompt = f" -n {self.seeds}" if self.seeds > 1 else ""
+        infinity = f"  # Infinity: {self.sampling}" if self.sampling else ""
+        return f"nextscale sample -m MODEL --method METHOD --prompts {prompts}{per_prompt} --out FOLDER{infinity}"
 
     def prompts(self, path: Path | None) -> list[SamplePrompt]:
         if self.needs_file and path is None:
@@ -49,6 +56,8 @@ class Suite:
         return found
 
 
+INFINITY = "--guidance 4 --temperature 1"
+
 ALL = (
     Suite(
         "geneval",
@@ -62,6 +71,7 @@ ALL = (
         "python evaluation/evaluate_images.py FOLDER --outfile results.jsonl --model-path DETECTOR;"
         " python evaluation/summary_scores.py results.jsonl",
         "share of correct images: single object, two objects, counting, colours, position, colour attribution, overall",
+        sampling=INFINITY,
     ),
     Suite(
         "geneval2",
@@ -87,6 +97,7 @@ ALL = (
         "requirements.txt of TencentQQGYLab/ELLA; modelscope with mPLUG",
         "PIC_NUM=4 bash dpg_bench/dist_eval.sh FOLDER 1024  # images of a prompt, and the side of one in pixels",
         "scores of the categories and the mean, from 0 to 100",
+        sampling=INFINITY,
     ),
     Suite(
         "hpsv2",
@@ -99,6 +110,7 @@ ALL = (
         "pip install hpsv2",
         "python -c \"import hpsv2; hpsv2.evaluate('FOLDER', hps_version='v2.1')\"",
         "mean score and deviation of the four styles",
+        sampling=INFINITY,
     ),
     Suite(
         "imagereward",
@@ -111,6 +123,7 @@ ALL = (
         "pip install image-reward; a checkout of THUDM/ImageReward",
         "python test-benchmark.py --img_dir FOLDER --model all --benchmark ImageReward-v1.0",
         "a table with the mean reward",
+        sampling=INFINITY,
     ),
     Suite(
         "mjhq",
@@ -123,6 +136,7 @@ ALL = (
         "nextscale[eval], or pip install clean-fid",
         "nextscale evaluate FOLDER/people --real mjhq30k_imgs/people --metric fid",
         "FID of a category; clip-score of the folder that sample wrote",
+        sampling=INFINITY,
     ),
     Suite(
         "coco",
