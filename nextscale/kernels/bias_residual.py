@@ -76,9 +76,7 @@ def add_bias_residual_sums_kernel(
     tl.store(out + CHANNELS, tl.sum(second, axis=0))
 
 
-def add_bias_residual_(
-    x: Tensor, bias: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None
-) -> Tensor:
+def add_bias_residual_(x: Tensor, bias: Tensor, residual: Tensor | None = None, residual_bias: Tensor | None = None) -> Tensor:
     """Adds bias + residual + residual_bias to x in place; images are channels-last [B, C, H, W], biases [C]."""
     images, channels, pixels = image_sizes(x)
     check_shapes(x, bias, residual, residual_bias)
