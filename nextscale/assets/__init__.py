@@ -1,4 +1,4 @@
-"""The models that come with the package, one folder each, and the network of LPIPS."""
+"""Weights included in the package: nano and the LPIPS network."""
 
 from pathlib import Path
 

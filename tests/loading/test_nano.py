@@ -220,11 +220,11 @@ def test_the_card_counts_the_parameters(embedded: Path) -> None:
         assert f"| `{file}` | {numbers / 1e6:.1f} M |" in card
 
 
-def test_licences_travel_with_the_embedded_files(embedded: Path) -> None:
-    licences = (embedded / "LICENSES.md").read_text()
+def test_licenses_travel_with_the_embedded_files(embedded: Path) -> None:
+    licenses = (embedded / "LICENSES.md").read_text()
     for source in ("fluentui-emoji", "noto-emoji", "twemoji", "clothing-dataset", "all-MiniLM-L6-v2"):
-        assert source in licences
-    for named in re.findall(r"`(licenses/[^`]+)`", licences):
+        assert source in licenses
+    for named in re.findall(r"`(licenses/[^`]+)`", licenses):
         assert (embedded / named).is_file(), named
 
 
