@@ -89,7 +89,7 @@ def errors_table(rows: Sequence[Row]) -> str:
         MODEL,
         Column("weights", lambda row: row["weights"], "l"),
         Column("outliers", lambda row: f"{row['outliers']:g}x" if row["outliers"] else ""),
-        Column("quantised", lambda row: shown_variant(row["variant"]), "l"),
+        Column("quantized", lambda row: shown_variant(row["variant"]), "l"),
         Column("error of logits: first, mean, last", lambda row: ", ".join(f"{one:.4f}" for one in over_stages(row["logits"])), "l"),
         Column("codes or bits changed: mean, last", lambda row: ", ".join(f"{one:.2%}" for one in over_stages(row["changed"])[1:]), "l"),
     )
@@ -106,5 +106,5 @@ def over_stages(values: Sequence[float]) -> tuple[float, float, float]:
 def shown_variant(name: str) -> str:
     """One product by its own name, in place of all others."""
     variant = Variant.parse(name)
-    quantised = [product for product in NAMES if variant.format is not None and product not in variant.keep]
-    return f"{variant.format}, {quantised[0]} alone" if len(quantised) == 1 else name
+    quantized = [product for product in NAMES if variant.format is not None and product not in variant.keep]
+    return f"{variant.format}, {quantized[0]} alone" if len(quantized) == 1 else name

@@ -22,7 +22,7 @@ SPEED = ("dense", "methods", "bench")
 
 
 def timed(rows: Iterable[Row]) -> list[Row]:
-    """Rows about speed with random weights, not quantised, of the GPU and dtype that most have, old ones in the words of new ones."""
+    """Rows about speed with random weights, not quantized, of the GPU and dtype that most have, old ones in the words of new ones."""
     speed = [row for row in rows if row["benchmark"] in SPEED and row["weights"] == "random" and row.get("quantize") is None]
     found = [row for row in speed if not row["hardware"].startswith("CPU")]
     known = Counter((row["hardware"], row["dtype"]) for row in found if row["dtype"] is not None)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nextscale.eval.results import DENSE, Row, append_rows, read_rows
 from nextscale.loading.presets import model_spec
-from nextscale_research.observe.plots import BLUE, GREY, STYLE, svg_of
+from nextscale_research.observe.plots import BLUE, GRAY, STYLE, svg_of
 from nextscale_research.quality.lists import LISTS
 from nextscale_research.quality.rows import comparable, judged
 
@@ -77,7 +77,7 @@ def sweeps_svg(lists: Mapping[str, Sequence[Row]]) -> str:
         panels = figure.subplots(-(-len(lists) // COLUMNS), COLUMNS, sharex=True, sharey=True).flat
         for (name, own), axes in zip(lists.items(), panels, strict=False):
             named: list[tuple[float, float]] = []
-            for color, chosen in ((GREY, True), (BLUE, False)):
+            for color, chosen in ((GRAY, True), (BLUE, False)):
                 drawn = [row for row in own if row["method"].startswith(SKIPPED) == chosen]
                 points = sorted((row["cost_share"], row["lpips"]["value"], row["method"]) for row in drawn)
                 axes.plot([x for x, _, _ in points], [y for _, y, _ in points], color=color, marker="o", markersize=3, lw=0.8)

@@ -28,7 +28,7 @@ MAX_CUT = 1 / 8  # of an image that is cropped to another aspect ratio
 DEFAULT_STRENGTH = 0.6  # without a mask
 MAX_PIXELS = 2**26  # of an image that is opened: 8192 x 8192
 WINDOW = 2  # cells a side that must fit into a mask
-GREY = 128.0  # level of a hole without surroundings
+GRAY = 128.0  # level of a hole without surroundings
 
 Fill = Literal["surroundings", "original"]
 
@@ -330,7 +330,7 @@ def filled(levels: Tensor, hole: Tensor) -> Tensor:
         height, width = steps[-1][1].shape[2:]
         total, share = (F.adaptive_avg_pool2d(one, (math.ceil(height / 2), math.ceil(width / 2))) for one in steps[-1])
         steps.append((total, share))
-    found = torch.full((1, 3, 1, 1), GREY)
+    found = torch.full((1, 3, 1, 1), GRAY)
     for total, share in reversed(steps):
         coarse = F.interpolate(found, size=share.shape[2:], mode="bilinear")
         found = torch.where(share > 0, total / share.clamp(min=torch.finfo(share.dtype).tiny), coarse)

@@ -181,7 +181,7 @@ class Streams(ABC):
 
 
 class ImageRng(Streams):
-    """One generator per image, so that an image does not depend on its neighbours in the batch."""
+    """One generator per image, so that an image does not depend on its neighbors in the batch."""
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]

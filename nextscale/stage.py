@@ -40,7 +40,7 @@ class Stage:
 class Schedule:
     """The stages of one image, coarse to fine.
 
-    `extent` is the grid on which normalised positions are measured. It is the last stage, except for Infinity's small budgets,
+    `extent` is the grid on which normalized positions are measured. It is the last stage, except for Infinity's small budgets,
     which keep the positions of the one-megapixel grid of the same aspect ratio.
     """
 

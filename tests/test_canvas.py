@@ -248,7 +248,7 @@ def test_a_patchified_stage_starts_from_two_by_two_cells() -> None:
 # --- FlexVAR: each stage replaces the last
 
 
-def test_flexvar_normalises_codes_and_forgets_earlier_stages() -> None:
+def test_flexvar_normalizes_codes_and_forgets_earlier_stages() -> None:
     schedule = Schedule((1, 2))
     canvas = flexvar_toy([[3.0, 4.0], [0.0, 10.0]]).canvas(schedule, batch=1)
     canvas.add(torch.tensor([[0]]), Tokens(schedule[0]))

@@ -34,13 +34,13 @@ def test_a_picture_of_the_right_size_comes_back() -> None:
 
 
 @pytest.mark.parametrize("size", [(16, 16), (8, 8), (30, 10), (10, 30), (7, 13)])
-def test_other_sizes_are_covered_then_cropped_around_the_centre(size: tuple[int, int]) -> None:
+def test_other_sizes_are_covered_then_cropped_around_the_center(size: tuple[int, int]) -> None:
     pixels = from_pil(striped(48, 16), size)
     assert pixels.shape == (1, 3, *size)
     assert pixels[0, :, size[0] // 2, size[1] // 2].argmax() == 1  # the middle stays the middle
 
 
-def test_grey_and_transparent_pictures_become_rgb() -> None:
+def test_gray_and_transparent_pictures_become_rgb() -> None:
     for mode in ("L", "RGBA", "P"):
         assert from_pil(striped(9, 9).convert(mode), (9, 9)).shape == (1, 3, 9, 9)
 

@@ -92,7 +92,7 @@ def changed_point(**changes: Any) -> dict[str, Any]:
         (changed(format="nextscale profile 2"), "format must be 'nextscale profile 1'"),
         ([], "format must be"),
         ({"format": "nextscale profile 1"}, "profile lacks batch, dense_ms"),
-        (changed(colour="red"), "profile has unknown fields colour"),
+        (changed(color="red"), "profile has unknown fields color"),
         (changed(batch=0), "batch must be .*; got 0"),
         (changed(batch=True), "batch must be .*; got True"),
         (changed(seed=1.5), "seed must be .*; got 1.5"),

@@ -197,7 +197,7 @@ DISTRIBUTIONS = ("exponential", "uniform", "normal")
     seeds=st.lists(st.integers(0, 2**32), min_size=1, max_size=4),
     calls=st.lists(st.tuples(st.sampled_from(DISTRIBUTIONS), st.lists(st.integers(1, 9), min_size=1, max_size=3)), min_size=1, max_size=3),
 )
-def test_an_image_does_not_depend_on_its_neighbours(seeds: list[int], calls: list[tuple[str, list[int]]]) -> None:
+def test_an_image_does_not_depend_on_its_neighbors(seeds: list[int], calls: list[tuple[str, list[int]]]) -> None:
     together = ImageRng(seeds, CPU)
     alone = [ImageRng([seed], CPU) for seed in seeds]
     for distribution, shape in calls:
@@ -345,7 +345,7 @@ def test_forced_greedy_stages_still_use_up_their_random_numbers() -> None:
 
 
 def test_choose_filters_before_it_draws() -> None:
-    """The noise favours the unlikely code so strongly that only a filter keeps it away."""
+    """The noise favors the unlikely code so strongly that only a filter keeps it away."""
     logits, noise = torch.tensor([[[0.0, 1.0]]]), torch.tensor([[[1e-6, 1e6]]])
     for sampling, expected in ((Sampling(), 0), (Sampling(top_k=1), 1), (Sampling(top_p=0.5), 1), (Sampling(top_k=2, top_p=0.99), 0)):
         ids, codes = choose(logits, Tokens(STAGES[0]), 1, sampling, ScriptedDraws(noise))

@@ -78,7 +78,7 @@ def test_values_come_back() -> None:
         ({"shape": {"type": "Square", "side": 0}}, "drawing.shape: side must be at least 1"),
         ({"shape": {"type": "os.system"}}, "drawing.shape must be Circle or Square"),
         ({"inner": {"type": "Circle", "radius": 1.0}}, "drawing.inner must be"),
-        ({"colour": 1}, "drawing has unknown fields colour"),
+        ({"color": 1}, "drawing has unknown fields color"),
     ],
 )
 def test_other_values_are_refused_by_their_place(changes: dict[str, Any], message: str) -> None:

@@ -38,7 +38,7 @@ from .sparsevar_cells import (
     in_steps,
     largest,
     largest_cells,
-    neighbour_similarity,
+    neighbor_similarity,
     share_above,
 )
 from .token_ops import marked_tokens, most_similar, pick, put_, require_own_text, with_counts
@@ -88,7 +88,7 @@ class SparseVAR(Method):
     alpha: one anchor in every alpha x alpha cells, at its top left; None: no anchors. Small is safer and slower. No effect on FlexVAR.
     anchors: "grid" is the paper's. "content" places as many where they resemble most of the cells that are left out, by the logits of the
         stage before, and lets every computed cell propagate: nearer to dense images at the same number of tokens.
-    metric: "mse" is the change described above. "logits" leaves out cells whose logits of the stage before resemble their neighbours': more
+    metric: "mse" is the change described above. "logits" leaves out cells whose logits of the stage before resemble their neighbors': more
         than tau times the largest similarity, so that 0 leaves out the most and 1 none; on nano it stays nearest to dense images (0.9 is
         mild, 0.7 bold). "image" compares the images decoded after the two stages before; the paper takes tau from 0.04 to 0.3 for it.
     beta: smallest cosine similarity to an anchor, from -1 (always copy) to 1.
@@ -347,7 +347,7 @@ class SparseRun(MethodRun):
         if stage.index < self.first:
             return None
         if metric == "logits":
-            return None if self.logits is None else -neighbour_similarity(self.resized(self.logits, stage), stage.size)
+            return None if self.logits is None else -neighbor_similarity(self.resized(self.logits, stage), stage.size)
         return None if self.change is None else self.resized(self.change, stage)[..., 0]
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:

@@ -63,12 +63,12 @@ def image_change(before: Tensor, after: Tensor, size: Size) -> Tensor:
     return resize_area((after - before).abs().mean(dim=1, keepdim=True), size).flatten(1)
 
 
-def neighbour_similarity(vectors: Tensor, size: Size) -> Tensor:
+def neighbor_similarity(vectors: Tensor, size: Size) -> Tensor:
     """Returns the mean cosine similarity of every cell's vector [B, cells, V] to those of the up to eight cells around it: [B, cells]."""
     grid = F.normalize(vectors, dim=-1).unflatten(1, size)
     height, width = size
     total, number = grid.new_zeros(grid.shape[:3]), grid.new_zeros(grid.shape[1:3])
-    for down, right in ((0, 1), (1, 0), (1, 1), (1, -1)):  # every pair of neighbours once
+    for down, right in ((0, 1), (1, 0), (1, 1), (1, -1)):  # every pair of neighbors once
         here = (slice(0, height - down), slice(max(0, -right), width - max(0, right)))
         there = (slice(down, height), slice(max(0, right), width - max(0, -right)))
         similarity = (grid[:, *here] * grid[:, *there]).sum(dim=-1)

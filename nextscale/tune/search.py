@@ -17,8 +17,8 @@ from .predict import Predictor
 from .space import CONTENT, LATE, LOGITS, Space, ladders
 from .trials import Bench, Trial
 
-EXPLORED, HALVED = 0.6, 0.85  # of the time, until candidates meet more prompts, and until only the winners' neighbours are tried
-STEPPED = 12  # neighbours that are run before the frontier is computed again
+EXPLORED, HALVED = 0.6, 0.85  # of the time, until candidates meet more prompts, and until only the winners' neighbors are tried
+STEPPED = 12  # neighbors that are run before the frontier is computed again
 CHANGES = 3  # groups of blocks, besides the default and the logits, that are tried where change is measured
 ALIKE = 1.1  # of the least LPIPS: where else change may be measured
 STEEP = 2  # along nano's frontier LPIPS grows with this power of the speed
@@ -177,7 +177,7 @@ class Search:
                 self.trial(candidate, rounds, what="a finer step" if timed else "one step further", timed=timed)
 
     def next_steps(self, rounds: int, fine: bool) -> list[Candidate]:
-        """Returns untried neighbours of the frontier, of all ranges of speed.
+        """Returns untried neighbors of the frontier, of all ranges of speed.
 
         Each is predicted from its origin's measurement and the predicted change.
         """
@@ -185,7 +185,7 @@ class Search:
         fastest = speed_by_distance(measured.values())
         promise: Places = {}
         for origin in frontier(measured):
-            for candidate in self.space.neighbours(origin, fine):
+            for candidate in self.space.neighbors(origin, fine):
                 if candidate in tried or not predictor.possible(candidate):
                     continue
                 speedup = measured[origin][0] * predictor.speedup(candidate) / predictor.speedup(origin)

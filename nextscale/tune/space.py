@@ -92,7 +92,7 @@ class Space:
             amounts = tuple((stage, share) for stage, share in zip(left, shares, strict=True) if share < 1)
             yield replace(plain, amounts=amounts, change=self.change if amounts else "")
 
-    def neighbours(self, origin: Candidate, fine: bool = False) -> Iterator[Candidate]:
+    def neighbors(self, origin: Candidate, fine: bool = False) -> Iterator[Candidate]:
         """Yields candidates that differ in one knob by one step; fine: by half a step of the shares."""
         yield from self._other_shares(origin, FINE if fine else SHARES)
         if origin.amounts:

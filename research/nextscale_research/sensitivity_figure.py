@@ -16,7 +16,7 @@ from nextscale.io import write_text
 from nextscale.tune.frontier import frontier
 from nextscale.tune.log import TrialLog
 
-from .observe.plots import BLUE, GREEN, GREY, ORANGE, PURPLE, STYLE, label_lines, svg_of
+from .observe.plots import BLUE, GRAY, GREEN, ORANGE, PURPLE, STYLE, label_lines, svg_of
 from .program import app
 from .sensitivity import Line, Sensitivities
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SIZE = (12.5, 6.6)  # inches
-COLOURS = (ORANGE, BLUE, GREEN, PURPLE, "#e69f00", "#56b4e9", "#cc79a7", GREY, "#332288")
+COLORS = (ORANGE, BLUE, GREEN, PURPLE, "#e69f00", "#56b4e9", "#cc79a7", GRAY, "#332288")
 DISTANCE = "LPIPS to dense"
 
 
@@ -59,8 +59,8 @@ def sensitivity_svg(found: Sensitivities) -> str:
 
 def draw_lines(axes: Axes, lines: Iterable[tuple[str, Line]]) -> None:
     """Plots lines of points and names each beside its end."""
-    for (name, line), colour in zip(lines, cycle(COLOURS), strict=False):
-        axes.plot(*zip(*line, strict=True), color=colour, marker="o", markersize=3, label=name)
+    for (name, line), color in zip(lines, cycle(COLORS), strict=False):
+        axes.plot(*zip(*line, strict=True), color=color, marker="o", markersize=3, label=name)
     axes.set(ylabel=DISTANCE, ylim=(0, None))
     label_lines(axes)
 
@@ -96,14 +96,14 @@ def draw_foresight(axes: Axes, found: Sensitivities) -> None:
     """Groups of blocks as bars over the blocks that they have."""
     for (first, stop), share in found.foresight.items():
         single = stop - first == 1
-        axes.plot([first - 0.4, stop - 0.6], [share, share], color=BLUE if single else GREY, lw=3 if single else 1.2)
+        axes.plot([first - 0.4, stop - 0.6], [share, share], color=BLUE if single else GRAY, lw=3 if single else 1.2)
     axes.axhline(0.4, color=ORANGE, lw=0.8, ls="--")
-    axes.set(title="change that blocks foresee", xlabel="block (grey: groups; dashed: chance)", ylabel="share of the next stage's")
+    axes.set(title="change that blocks foresee", xlabel="block (gray: groups; dashed: chance)", ylabel="share of the next stage's")
 
 
 def draw_peers(axes: Axes, found: Sensitivities) -> None:
-    for (name, line), colour in zip(sorted(found.peers.items()), cycle(COLOURS), strict=False):
-        axes.plot(*zip(*line, strict=True), color=colour, marker="o", markersize=3, lw=0.8, label=name)
+    for (name, line), color in zip(sorted(found.peers.items()), cycle(COLORS), strict=False):
+        axes.plot(*zip(*line, strict=True), color=color, marker="o", markersize=3, lw=0.8, label=name)
     best = frontier({place: (1 / place[0], place[1]) for place in [(1.0, 0.0), *found.own]})
     axes.plot(*zip(*best, strict=True), color="black", lw=1.2, label="knobs above")
     axes.set(title="other methods alone", xlabel="MACs against dense", ylabel=DISTANCE, ylim=(0, None))
@@ -116,4 +116,4 @@ def draw_predicted(axes: Axes, found: Sensitivities) -> None:
         predicted, measured = zip(*found.predicted, strict=True)
         axes.scatter(predicted, measured, s=8, color=BLUE, alpha=0.6, lw=0)
         most = max(max(pair) for pair in found.predicted)
-        axes.plot([0, most], [0, most], color=GREY, lw=0.8)
+        axes.plot([0, most], [0, most], color=GRAY, lw=0.8)

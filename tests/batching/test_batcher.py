@@ -1,4 +1,4 @@
-"""The batcher: who shares a batch, who runs first, who is refused, and that nobody's trouble is a neighbour's."""
+"""The batcher: who shares a batch, who runs first, who is refused, and that nobody's trouble is a neighbor's."""
 
 from __future__ import annotations
 

@@ -322,9 +322,9 @@ def test_settings_kept_beside_the_weights_do_no_harm(weights: dict[str, Tensor],
 
 
 def test_aliases_come_first(weights: dict[str, Tensor], tmp_path: Path) -> None:
-    respelt = {f"module.{key.replace('.attn.', '.self_attn.')}": tensor for key, tensor in weights.items()}
-    respelt["module.ema_count"] = torch.ones(2)
-    torch.save(respelt, tmp_path / "toy.pth")
+    renamed = {f"module.{key.replace('.attn.', '.self_attn.')}": tensor for key, tensor in weights.items()}
+    renamed["module.ema_count"] = torch.ones(2)
+    torch.save(renamed, tmp_path / "toy.pth")
     assert open_checkpoint(tmp_path / "toy.pth", TOY_LAYOUT).shapes.keys() == {*weights, "ema_count"}
     module = meta_toy()
     load_weights(module, tmp_path / "toy.pth", TOY_LAYOUT)

@@ -142,7 +142,7 @@ def test_offline_refuses(known: Hub, command: tuple[str, ...]) -> None:
     assert known.requests == []
 
 
-def test_the_hubs_own_offline_switch_is_honoured(known: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hubs_own_offline_switch_is_honored(known: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(DownloadError, match="HF_HUB_OFFLINE is set") as raised:
         nextscale.load(SPEC.name, device="cpu")
@@ -611,7 +611,7 @@ def download_model_encoder(to: Path) -> Path | None:
 # --- as a user would run it
 
 
-def test_the_environment_of_the_hub_is_honoured(hub: Hub, tmp_path: Path) -> None:
+def test_the_environment_of_the_hub_is_honored(hub: Hub, tmp_path: Path) -> None:
     hub.repositories["FoundationVision/var"] = {file: CONTENT for file in ("var_d16.pth", "vae_ch160v4096z32.pth")}
     hub.token = "hf_other"
     environment = {

@@ -56,7 +56,7 @@ def test_an_edit_without_a_mask_and_one_beyond_the_edges(files: tuple[Path, Path
 @pytest.mark.parametrize(
     "words, complaint",
     [
-        (("--set", "colour=red"), "from_stage"),
+        (("--set", "color=red"), "from_stage"),
         (("--set", "grow"), "KEY=VALUE"),
         (("--set", "grow=-1"), "grow"),
         (("--expand", "1,2,3"), "LEFT,TOP,RIGHT,BOTTOM"),

@@ -122,7 +122,7 @@ def test_methods_are_compared_on_a_gpu() -> None:
     on_cpu = quality.set_judge()
     assert on_cpu.agreement is not None
     probes = {name: probe.to("cuda") for name, probe in on_cpu.agreement.probes.items()}
-    sets = SetJudge(quality.MeanColours().cuda(), Agreement(probes, on_cpu.agreement.real))
+    sets = SetJudge(quality.MeanColors().cuda(), Agreement(probes, on_cpu.agreement.real))
     pipe = random_pipeline(comparing.spec(), device="cuda", dtype=torch.bfloat16)
     methods = {**chosen_methods(["skip:last=1", "sparsevar:tau=0.6", "fastvar", "tome"], 5, 3), "odd": comparing.Failing()}
     distance = copy.deepcopy(comparing.lpips()).cuda()

@@ -109,8 +109,8 @@ def by_torchmetrics(folder: Path, given: dict[str, Tensor]) -> dict[str, Any]:
     score.update(ours)
     unit_a, unit_b = ((image + 1) / 2 for image in (a, b))
     luma = torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)
-    grey_a, grey_b = ((image * luma).sum(1, keepdim=True) for image in (unit_a, unit_b))
-    _, windows = structural_similarity_index_measure(grey_a, grey_b, data_range=1.0, reduction="none", return_full_image=True)
+    gray_a, gray_b = ((image * luma).sum(1, keepdim=True) for image in (unit_a, unit_b))
+    _, windows = structural_similarity_index_measure(gray_a, gray_b, data_range=1.0, reduction="none", return_full_image=True)
     inside = windows[..., 5:-5, 5:-5]  # its own mean has the windows that reach over the margin, too
     values: dict[str, Any] = {
         "fid": float(fid.compute()),

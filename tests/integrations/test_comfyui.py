@@ -187,7 +187,7 @@ def test_profiles_are_checked(nodes: dict[str, Any], tmp_path: Path, widgets: li
     ("widgets", "message"),
     [
         (["skip", "last=99999", "", 0], "cannot skip 99999"),
-        (["skip", "colour=3", "", 0], "colour"),
+        (["skip", "color=3", "", 0], "color"),
     ],
 )
 def test_methods_that_there_are_not(nodes: dict[str, Any], widgets: list[Any], message: str) -> None:

@@ -72,7 +72,7 @@ def bytes_of(images: list[Image.Image]) -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    ("negative", "expected"), [(["red", "grey"], ["red", "red", "grey", "grey"]), (["red"], "red"), ("red", "red"), (None, None)]
+    ("negative", "expected"), [(["red", "gray"], ["red", "red", "gray", "gray"]), (["red"], "red"), ("red", "red"), (None, None)]
 )
 def test_negative_prompts_are_repeated_like_prompts(pipe: Any, negative: Any, expected: Any) -> None:
     asked = {"seed": 1, "method": "skip:last=3"}
@@ -84,9 +84,9 @@ def test_negative_prompts_are_repeated_like_prompts(pipe: Any, negative: Any, ex
 def test_prompts_may_be_features(pipe: Any) -> None:
     asked = {"seed": 1, "method": "skip:last=3", **SMALL, "output": "images"}
     features = pipe.next_scale.reader.read(["an apple", "a fox"])
-    expected = bytes_of(pipe(prompt=["an apple", "a fox"], negative_prompt=["red", "grey"], **asked))
+    expected = bytes_of(pipe(prompt=["an apple", "a fox"], negative_prompt=["red", "gray"], **asked))
     for same in (features, list(features.rows)):
-        assert bytes_of(pipe(prompt=same, negative_prompt=["red", "grey"], **asked)) == expected
+        assert bytes_of(pipe(prompt=same, negative_prompt=["red", "gray"], **asked)) == expected
 
 
 @pytest.mark.parametrize(

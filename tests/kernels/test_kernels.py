@@ -259,27 +259,27 @@ def test_rotate_into_cache(heads: int, head_dim: int, dtype: torch.dtype) -> Non
 
 
 @every_dtype
-@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("turned", [True, False])
-def test_rotate_into_cache_of_some_tokens_of_ragged_rows(normalised: bool, turned: bool, dtype: torch.dtype) -> None:
+def test_rotate_into_cache_of_some_tokens_of_ragged_rows(normalized: bool, turned: bool, dtype: torch.dtype) -> None:
     make = Maker(DEVICE, dtype)
     qkv = make.normal(3, 8, 3, 3, 24)[:, 2:7]  # not contiguous
-    temperature = make.normal(3, dtype=torch.float32).exp() if normalised else None
+    temperature = make.normal(3, dtype=torch.float32).exp() if normalized else None
     rotation = make.rotation(12, 24) if turned else None
     starts = torch.tensor([0, 7, 3], device=DEVICE)
     compare_rotation(ROTATIONS, 12, qkv, temperature, rotation, make.selection(3, 12, 5), start=starts)
 
 
 @every_dtype
-@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("normalized", [True, False])
 @pytest.mark.parametrize("turned", [True, False])
-def test_rotate_into_cache_of_packed_rows(normalised: bool, turned: bool, dtype: torch.dtype) -> None:
+def test_rotate_into_cache_of_packed_rows(normalized: bool, turned: bool, dtype: torch.dtype) -> None:
     """Two cfg branches of images with 1, 3 and 2 tokens; the last two entries are padding, which goes nowhere."""
     make = Maker(DEVICE, dtype)
     image, place = (torch.tensor(numbers, device=DEVICE) for numbers in ([0, 1, 1, 1, 2, 2, 2, 2], [0, 0, 1, 2, 0, 1, 1, 1]))
     packed = image, place, torch.tensor([0, 1, 4, 6], dtype=torch.int32, device=DEVICE)
     qkv = make.normal(2, 11, 3, 3, 24)[:, 2:10]  # not contiguous
-    temperature = make.normal(3, dtype=torch.float32).exp() if normalised else None
+    temperature = make.normal(3, dtype=torch.float32).exp() if normalized else None
     rotation = make.rotation(12, 24) if turned else None
     starts, index = torch.tensor([0, 7, 3, 5, 1, 2], dtype=torch.int32, device=DEVICE), make.selection(1, 12, 8)
 

@@ -518,7 +518,7 @@ def few_models(monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
     return spec
 
 
-def test_a_file_of_another_model_is_recognised(release: Path, few_models: ModelSpec) -> None:
+def test_a_file_of_another_model_is_recognized(release: Path, few_models: ModelSpec) -> None:
     var = write_part(release / "var", published(few_models.model), {"depth": "many"})
     var_tokenizer = write_part(release / "var-tokenizer", published(few_models.tokenizer), TOKENIZER_JSON)
     with pytest.raises(WeightsMismatch, match="does not match Hart:[^$]*It looks like the model tiny-var."):

@@ -168,7 +168,7 @@ def test_words_that_are_not_there_are_asked_for(bundle: Path) -> None:
         nextscale.load("nano", **files, text_encoder="nothing/there", device="cpu").reader.read("a red apple")
 
 
-def test_swapped_files_are_recognised(random_nano: Path) -> None:
+def test_swapped_files_are_recognized(random_nano: Path) -> None:
     with pytest.raises(WeightsMismatch, match="It looks like the tokenizer of nano"):
         nextscale.load("nano", weights=random_nano / FILES[1], device="cpu")
 
@@ -251,16 +251,16 @@ def test_the_embedded_model_needs_no_network_and_no_further_package(embedded: Pa
 
 
 def test_the_embedded_model_draws_what_it_is_told(embedded: Path) -> None:
-    """Colours in the middle, white at the corners: a few seeds, since a single image may miss."""
+    """Colors in the middle, white at the corners: a few seeds, since a single image may miss."""
     pipeline = nextscale.load("nano", device="cpu", dtype=torch.float32)
     middle = slice(3 * SMALLEST // 8, 5 * SMALLEST // 8)
-    colours = {}
-    for colour in ("red", "green"):
-        pixels = pipeline(f"a flat icon of a {colour} apple", seed=[0, 1, 2, 3], size=SMALLEST).pixels
-        colours[colour] = pixels[:, :, middle, middle].mean(dim=(2, 3)).median(dim=0).values  # [3]
+    colors = {}
+    for color in ("red", "green"):
+        pixels = pipeline(f"a flat icon of a {color} apple", seed=[0, 1, 2, 3], size=SMALLEST).pixels
+        colors[color] = pixels[:, :, middle, middle].mean(dim=(2, 3)).median(dim=0).values  # [3]
         assert pixels[:, :, :4, :4].mean(dim=(1, 2, 3)).median() > 0.8
-    assert colours["red"][0] > colours["red"][1] + 0.3
-    assert colours["green"][1] > colours["green"][0] + 0.1
+    assert colors["red"][0] > colors["red"][1] + 0.3
+    assert colors["green"][1] > colors["green"][0] + 0.1
 
 
 def test_presets_name_the_files_that_are_written() -> None:

@@ -215,7 +215,7 @@ def changed(index: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("settings", json.loads("[" * 600 + "]" * 600), "nested"),
         ("text_encoder", {"kind": "words"}, "text_encoder lacks"),
         ("text_encoder", {"kind": "words", "source": "x", "reads_empty": False}, "text_encoder must be null for models of classes"),
-        ("model.colour", 3, "model has unknown fields colour"),
+        ("model.color", 3, "model has unknown fields color"),
         ("model", {"depth": 3}, "index.model must be"),
         ("tokenizer", {"type": "VarConfig", "depth": 1, "dim": 1, "heads": 1, "sides": [1]}, "index.tokenizer must be"),
         ("text_encoder", {"kind": "evil", "source": "x", "reads_empty": False}, "text_encoder.kind"),

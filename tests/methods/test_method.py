@@ -112,7 +112,7 @@ def test_conflicts_are_named(first: StagePlan, second: StagePlan, conflict: str)
         first.merge(second)
 
 
-def test_neighbouring_spans_and_taps_beside_spans_are_no_conflict() -> None:
+def test_neighboring_spans_and_taps_beside_spans_are_no_conflict() -> None:
     plan = StagePlan(spans=(RunBlocks(range(2, 4)), RunBlocks(range(2))), observed=(4,))
     assert len(plan.spans) == 2
 

@@ -34,7 +34,7 @@ from nextscale.methods.sparsevar_cells import (
     image_change,
     in_steps,
     largest_cells,
-    neighbour_similarity,
+    neighbor_similarity,
     share_above,
 )
 from nextscale.models import Hart, HartConfig, InfinityConfig, NextScaleModel, StarConfig, VarConfig
@@ -57,7 +57,7 @@ PROGRAM = {"blocks": (0, 2), "as_released": True}
 RESIDUAL_FAMILIES = tuple(family for family in tiny.FAMILIES if family != "flexvar")
 ANY_SCHEDULE = tuple(family for family in tiny.FAMILIES if not family.startswith("var"))
 NON_SQUARE = {family: Schedule(((1, 1), (2, 3), (3, 5), (4, 6))) for family in ANY_SCHEDULE}
-NON_SQUARE["flexvar"] = Schedule(((1, 1), (2, 3), (3, 4), (3, 5), (4, 6)))  # torch normalises no single 1x1 image, so none is decoded
+NON_SQUARE["flexvar"] = Schedule(((1, 1), (2, 3), (3, 4), (3, 5), (4, 6)))  # torch normalizes no single 1x1 image, so none is decoded
 WHOLE_CODES = {"hart": {"smooth": False}}  # mixtures of codes are equal to rounding only
 
 # Over 10 seeds and 3 images per family, codes and cells of a batch and of its images alone were equal, latents within 1.2e-6 (FlexVAR and
@@ -150,8 +150,8 @@ def test_the_change_is_the_mean_square_over_channels() -> None:
     assert change.dtype == torch.float32
 
 
-def test_maps_are_resized_between_cell_centres() -> None:
-    """Three cells to four: centres at 0, 0.625, 1.375 and 2 of the old cells; the nearest of them 0, 1, 1, 2."""
+def test_maps_are_resized_between_cell_centers() -> None:
+    """Three cells to four: centers at 0, 0.625, 1.375 and 2 of the old cells; the nearest of them 0, 1, 1, 2."""
     three = GridMap(square([0, 0, 8], [0, 0, 8], [0, 0, 8])[..., None], (3, 3))
     assert three.at((4, 4)).view(4, 4).tolist() == [[0, 0, 3, 8]] * 4
     assert three.at((1, 4), "nearest-exact").flatten().tolist() == [0, 0, 0, 8]
@@ -179,17 +179,17 @@ def test_similar_is_above_a_share_of_the_images_own_peak() -> None:
     assert not low(-similarity, 1.0, metric="logits").any()
 
 
-def test_neighbours_are_the_cells_around_inside_the_grid() -> None:
+def test_neighbors_are_the_cells_around_inside_the_grid() -> None:
     """One odd vector in the middle of 3x3: it is unlike all eight, a corner unlike one of three, an edge unlike one of five."""
     vectors = torch.tensor([[2.0, 0.0]] * 9)
     vectors[4] = torch.tensor([0.0, 3.0])
     corner, edge = 2 / 3, 4 / 5
     expected = square([corner, edge, corner], [edge, 0, edge], [corner, edge, corner])
-    assert torch.allclose(neighbour_similarity(vectors[None], (3, 3)), expected)
+    assert torch.allclose(neighbor_similarity(vectors[None], (3, 3)), expected)
     assert torch.allclose(
-        neighbour_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]]), (1, 3)), square([0, sqrt(0.125), sqrt(0.5)])
+        neighbor_similarity(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]]), (1, 3)), square([0, sqrt(0.125), sqrt(0.5)])
     )
-    assert neighbour_similarity(torch.ones(1, 1, 2), (1, 1)).tolist() == [[0.0]]
+    assert neighbor_similarity(torch.ones(1, 1, 2), (1, 1)).tolist() == [[0.0]]
 
 
 def test_images_change_where_their_pixels_do() -> None:
@@ -565,9 +565,9 @@ def test_a_stage_about_whose_past_nothing_is_known_is_dense() -> None:
 
 
 def test_logits_as_the_metric() -> None:
-    """Of the toy's expected logits, columns 0 and 1 resemble their neighbours most."""
+    """Of the toy's expected logits, columns 0 and 1 resemble their neighbors most."""
     run, plan = toy(metric="mse")
-    expected = neighbour_similarity(run.logits.at((4, 4)), (4, 4))
+    expected = neighbor_similarity(run.logits.at((4, 4)), (4, 4))
     run = start(SparseVAR(metric="logits", tau=0.9, alpha=4, first_stage=3), schedule=TOY)
     for stage in TOY.stages[:3]:
         assert plan_of(run, stage) == DENSE  # no block is tapped
@@ -579,8 +579,8 @@ def test_logits_as_the_metric() -> None:
     assert plan.observed == ()
 
 
-def test_without_anchors_the_cell_least_like_its_neighbours_is_kept() -> None:
-    """Everything resembles its neighbours somewhat; the right corners, with two of three neighbours in column 2, do so least."""
+def test_without_anchors_the_cell_least_like_its_neighbors_is_kept() -> None:
+    """Everything resembles its neighbors somewhat; the right corners, with two of three neighbors in column 2, do so least."""
     run, _ = toy(metric="mse")
     run.settings, run.alpha = SparseVAR(metric="logits", tau=0.0, alpha=None, first_stage=3), None
     assert plan_of(run, TOY[3]).num_tokens == 1
@@ -1010,7 +1010,7 @@ def test_a_batch_equals_its_images_alone(family: str, fields: dict[str, Any]) ->
 @pytest.mark.parametrize("metric", ["mse", "logits"])
 @pytest.mark.parametrize("anchors", ["grid", "content"])
 def test_budgets_choose_the_same_among_equal_cells_in_every_batch(family: str, metric: Any, anchors: Any) -> None:
-    """A map of one cell makes four equal ones, and copies of one anchor's logits are equally like their neighbours, but for rounding."""
+    """A map of one cell makes four equal ones, and copies of one anchor's logits are equally like their neighbors, but for rounding."""
     method = SparseVAR(keep=0.3, first_stage=1, metric=metric, anchors=anchors)
     together = tiny.shared_pipeline(family)(tiny.prompts(family, 3), seed=[3, 4, 5], method=method, compute_mask=True)
     for image in range(3):
@@ -1437,9 +1437,9 @@ def test_any_best_anchor_is_the_one_that_a_loop_finds(height: int, width: int, a
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(0, 2**31))
-def test_any_neighbour_similarity_is_the_one_that_a_loop_finds(height: int, width: int, seed: int) -> None:
+def test_any_neighbor_similarity_is_the_one_that_a_loop_finds(height: int, width: int, seed: int) -> None:
     vectors = torch.randn(1, height * width, 4, generator=torch.Generator().manual_seed(seed))
-    ours = neighbour_similarity(vectors, (height, width)).view(height, width)
+    ours = neighbor_similarity(vectors, (height, width)).view(height, width)
     for row in range(height):
         for column in range(width):
             around = [

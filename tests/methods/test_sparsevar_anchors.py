@@ -29,9 +29,9 @@ def cells_of(marked: Tensor) -> list[list[int]]:
 def regions(seed: int, size: tuple[int, int], kinds: int = 12) -> Tensor:
     """Two images of blurred random regions of different sizes, [2, cells, 16]."""
     generator = torch.Generator().manual_seed(seed)
-    centres = torch.rand(2, kinds, 2, generator=generator) * torch.tensor(size)
+    centers = torch.rand(2, kinds, 2, generator=generator) * torch.tensor(size)
     cells = torch.tensor(list(product(range(size[0]), range(size[1])))).float()
-    nearest = torch.cdist(cells.expand(2, -1, -1), centres).argmin(dim=2)
+    nearest = torch.cdist(cells.expand(2, -1, -1), centers).argmin(dim=2)
     vectors = torch.randn(2, kinds, 16, generator=generator).gather(1, nearest[..., None].expand(-1, -1, 16))
     return vectors + 0.3 * torch.randn(vectors.shape, generator=generator)
 

@@ -20,7 +20,7 @@ from nextscale.metrics.lpips import SMALLEST_SIDE
 from nextscale_research.metrics.files import VARIABLE
 from tests.conftest import PROJECT
 
-PICTURES = Path(__file__).parents[1] / "data" / "lpips"  # Fluent Emoji, Copyright (c) Microsoft Corporation, MIT: the second is recoloured
+PICTURES = Path(__file__).parents[1] / "data" / "lpips"  # Fluent Emoji, Copyright (c) Microsoft Corporation, MIT: the second is recolored
 STORED = {"a_red_apple": 0.0, "b_green_apple": 0.371581, "c_red_apple_jpeg20": 0.042983, "d_red_apple_blur": 0.140076}
 TINY = (4, 6, 5, 3, 3)
 

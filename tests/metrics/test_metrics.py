@@ -143,7 +143,7 @@ def test_efficientnet_gives_the_stored_numbers() -> None:
         probabilities = network.fc(features).softmax(dim=1)
         assert probabilities.argmax().item() == case["top1"]
         assert probabilities.max().item() == pytest.approx(case["top1_prob"], abs=0.02)
-        framed = torch.nn.functional.pad(image, (16, 16, 16, 16))  # 256 pixels, of which the centre is looked at
+        framed = torch.nn.functional.pad(image, (16, 16, 16, 16))  # 256 pixels, of which the center is looked at
         assert torch.allclose(network.features(framed), features, atol=1e-5)
 
 

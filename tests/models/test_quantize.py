@@ -108,7 +108,7 @@ def test_layers_of_zeros_and_of_damaged_weights(kind: type[QuantizedLinear]) -> 
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_quantised_weights_cannot_be_trained(format: Quantize) -> None:
+def test_quantized_weights_cannot_be_trained(format: Quantize) -> None:
     made = (Fp8Linear if format == "fp8" else Int8Linear).of(layer().weight, None)
     with pytest.raises(SettingError, match="quantize"):
         made(torch.randn(2, 80, requires_grad=True))
@@ -173,7 +173,7 @@ def test_a_device_needs_room_for_the_bytes_and_the_weights_of_one_product(format
     assert kept == device.live <= device.peak <= kept + (2 + 4 + 4) * largest  # as it was, as float32, and without signs
 
 
-def test_random_weights_are_those_that_were_quantised_afterwards() -> None:
+def test_random_weights_are_those_that_were_quantized_afterwards() -> None:
     made, later = (random_pipeline(tiny.SPECS["infinity"], dtype=torch.bfloat16, quantize=form).model for form in ("int8", None))
     quantize_model(later, "int8")
     assert made.fingerprint == later.fingerprint
@@ -262,11 +262,11 @@ def test_what_cannot_be_is_refused_with_the_alternatives(monkeypatch: pytest.Mon
     assert placement.check_quantize("fp8", gpu, torch.bfloat16) == "fp8"
     with pytest.raises(SettingError, match="dtype is torch.float32"):
         placement.check_quantize("fp8", gpu, torch.float32)
-    quantised = pipeline("infinity", "int8")
+    quantized = pipeline("infinity", "int8")
     with pytest.raises(SettingError, match="quantized; got int8"):
-        quantised.save_pretrained(tmp_path / "saved")
+        quantized.save_pretrained(tmp_path / "saved")
     with pytest.raises(SettingError, match="load the model again with this dtype"):
-        quantised.to(torch.bfloat16)
+        quantized.to(torch.bfloat16)
     assert run_cli("generate", "a fox", "--device", "cpu", "--quantize", "fp8").exit_code == 2
 
 
@@ -312,18 +312,18 @@ def test_planted_outliers_are_survived() -> None:
     assert not torch.equal(plain.model.stack[0].attention.qkv.weight, planted.model.stack[0].attention.qkv.weight)
 
 
-def test_a_quantised_row_stands_below_its_neighbour_of_the_same_commit() -> None:
+def test_a_quantized_row_stands_below_its_neighbor_of_the_same_commit() -> None:
     """Not below a newer row of another commit, nor below one that was not captured or ran without kernels."""
     beside, later = bench.made(milliseconds=90), bench.made(milliseconds=60, commit="later")
     others = [bench.made(milliseconds=300, engine="eager", step="eager"), bench.made(milliseconds=200, step="graphs, plain torch")]
     others.append(bench.made(milliseconds=500, hardware="NVIDIA H100"))
-    quantised = bench.made(milliseconds=45, quantize="fp8")
-    assert "**2.00**" in speed_table([quantised, beside, *others, later])
-    assert "**1.33**" in speed_table([quantised | {"commit": "alone"}, beside, *others, later])  # the newest of all
-    assert speed_table([quantised, *others]) == ""
+    quantized = bench.made(milliseconds=45, quantize="fp8")
+    assert "**2.00**" in speed_table([quantized, beside, *others, later])
+    assert "**1.33**" in speed_table([quantized | {"commit": "alone"}, beside, *others, later])  # the newest of all
+    assert speed_table([quantized, *others]) == ""
 
 
-def test_quantised_rows_are_in_no_table_of_others() -> None:
+def test_quantized_rows_are_in_no_table_of_others() -> None:
     rows = [bench.made(), bench.made("FastVAR", 50)]
     assert speed_tables([*rows, bench.made(quantize="fp8")]) == speed_tables(rows)
     judged = {"method": "dense"} | dict.fromkeys(CONDITIONS, 1)

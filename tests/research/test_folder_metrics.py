@@ -29,7 +29,7 @@ from nextscale_research.metrics.files import DINOV2, INCEPTION, VARIABLE, metric
 from nextscale_research.metrics.frechet import frechet_distance
 from nextscale_research.metrics.judges import NetworkJudge, frechet_interval, judges, spread
 from nextscale_research.metrics.library import inception_score, kernel_distance
-from nextscale_research.metrics.neighbours import precision_recall
+from nextscale_research.metrics.neighbors import precision_recall
 from nextscale_research.metrics.networks import NETWORKS, Network, central, clip, dinov2, inception
 from tests.conftest import PROJECT
 from tests.eval.test_folders import picture_folder, run
@@ -126,7 +126,7 @@ def test_numbers_are_those_of_torch_fidelity(libraries: tuple[dict[str, Any], di
 def test_precision_and_recall_by_hand() -> None:
     real = torch.tensor([[0.0], [1.0], [2.0], [3.0], [4.0]])
     near, far = real + 0.25, real + 100
-    precise, recalled = precision_recall(torch.cat((near, far)), real, neighbours=1)
+    precise, recalled = precision_recall(torch.cat((near, far)), real, neighbors=1)
     assert precise.tolist() == [True] * 5 + [False] * 5  # 4.25 is within 1 of 4
     assert recalled.all()
     with pytest.raises(SettingError, match="more than 3 images"):
@@ -155,7 +155,7 @@ def test_a_single_part_has_no_interval() -> None:
     assert spread(2.0, 0.5) == {"value": 2.0, "low": pytest.approx(1.02), "high": pytest.approx(2.98)}
 
 
-def test_clip_cuts_the_centre() -> None:
+def test_clip_cuts_the_center() -> None:
     levels = torch.zeros(1, 3, 64, 128, dtype=torch.uint8)
     levels[:, :, :, 32:96] = 255
     assert central(levels, 32).mean() > 0.99

@@ -74,7 +74,7 @@ def test_rank_correlation() -> None:
 
 
 def textured_corner(strength: float = 1.0) -> Tensor:
-    """Stripes in the top left quarter of a grey image."""
+    """Stripes in the top left quarter of a gray image."""
     image = torch.zeros(1, 3, 32, 32)
     image[:, :, :16, :16:2] = strength
     return image
@@ -97,8 +97,8 @@ def test_quarters_are_by_detail() -> None:
 @pytest.mark.parametrize(("period", "band"), [(90, 0), (48, 1), (20, 2), (12, 3), (6, 4), (2.5, 5)])
 def test_a_sine_has_one_frequency(period: float, band: int) -> None:
     wave = (torch.arange(360) * 2 * math.pi / period).sin() * 10
-    for grey in (wave[None, None, :].expand(1, 240, -1), wave[None, :, None].expand(1, -1, 240)):
-        power = band_power(grey)[0]
+    for gray in (wave[None, None, :].expand(1, 240, -1), wave[None, :, None].expand(1, -1, 240)):
+        power = band_power(gray)[0]
         assert power[band] == pytest.approx(50, rel=0.05)
         assert power.sum() - power[band] < 0.01 * power[band]
 
@@ -112,7 +112,7 @@ def test_brightness_is_coarse_and_noise_is_everywhere() -> None:
 
 
 def test_changes_of_stages() -> None:
-    """Grey, then texture in a corner, then brightness everywhere."""
+    """Gray, then texture in a corner, then brightness everywhere."""
     images = [torch.zeros(1, 3, 32, 32), textured_corner(0.5), textured_corner(0.5) + 0.2]
     changes, maps = stage_changes(images, images[-1], (4, 4))
     assert changes.smooth[0, 0].isnan()

@@ -30,7 +30,7 @@ from nextscale_research.methods import CoDe, LiteVAR, PiToMe, ScaleKV, SkipVAR, 
 from nextscale_research.methods.calibrate_scalekv import measure_roles
 from nextscale_research.methods.calibrate_skipvar import fit, logistic_regression, measure, most_within
 from nextscale_research.methods.code import released_sampling
-from nextscale_research.methods.key_lists import KeyLists, centres, key_map
+from nextscale_research.methods.key_lists import KeyLists, centers, key_map
 from nextscale_research.methods.litevar import LiteVARCache, band
 from nextscale_research.methods.pitome import energies, merged_by_energy
 from nextscale_research.methods.scalekv import (
@@ -309,7 +309,7 @@ def square(side: int, index: int = 7) -> Stage:
         (64, [7, 23, 39, 55]),
     ],
 )
-def test_the_window_lies_at_the_centres_of_sixteen_squares(side: int, coordinates: list[int]) -> None:
+def test_the_window_lies_at_the_centers_of_sixteen_squares(side: int, coordinates: list[int]) -> None:
     places = window_places(Tokens(square(side)), (2, side * side), 16, CPU)
     assert places.tolist() == [[row * side + column for row in coordinates for column in coordinates]] * 2
 
@@ -320,8 +320,8 @@ def released_places(stage: int, cached: int, window: int) -> list[int]:
 
 def test_the_released_window_takes_every_stage_for_a_square_one() -> None:
     """At 2:1 stage 8 has 38 x 19 cells, and the last 576 entries are taken for 24 x 24 of them."""
-    centres = [2, 8, 14, 20]
-    assert released_places(8, 1623, 16) == [1623 - 576 + 24 * row + column for row in centres for column in centres]
+    centers = [2, 8, 14, 20]
+    assert released_places(8, 1623, 16) == [1623 - 576 + 24 * row + column for row in centers for column in centers]
     assert released_places(8, 1623, 9) == [1623 - 576 + 24 * row + column for row in (3, 11, 19) for column in (3, 11, 19)]
     assert released_places(8, 1623, 12) == list(range(1611, 1623))  # no square: the last ones
     assert released_places(8, 570, 16) == list(range(554, 570))  # fewer entries than cells, and no square
@@ -930,7 +930,7 @@ def test_published_windows_open_as_many_blocks() -> None:
 
 
 def test_places_on_other_maps_and_groups_of_earlier_stages() -> None:
-    assert centres(torch.arange(4), 4, 2).tolist() == [0, 0, 1, 2]  # the last falls off the grid
+    assert centers(torch.arange(4), 4, 2).tolist() == [0, 0, 1, 2]  # the last falls off the grid
     assert source_groups(torch.arange(12), 12, 9).tolist() == [0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8]
     assert source_groups(torch.arange(4), 4, 3).tolist() == [0, 1, 1, 2]
 

@@ -38,8 +38,8 @@ from tests.helpers.tiny import infinity_spec, with_ranks
 from tests.offline.test_prompts import shard
 
 
-class MeanColours(EfficientNetLite0):
-    """Looks at the mean colour of each quarter of an image."""
+class MeanColors(EfficientNetLite0):
+    """Looks at the mean color of each quarter of an image."""
 
     def features(self, images: Tensor) -> Tensor:
         return torch.nn.functional.adaptive_avg_pool2d(images, 2).flatten(1)
@@ -50,7 +50,7 @@ def set_judge() -> SetJudge:
     styles = ("dark", "light")
     features = torch.randn(40, 12)
     prompts = [EvalPrompt("", styles[number % 2], f"label {number % 7}") for number in range(40)]
-    return SetJudge(MeanColours(), Agreement.train(features, prompts, features, prompts))
+    return SetJudge(MeanColors(), Agreement.train(features, prompts, features, prompts))
 
 
 PROMPTS = [EvalPrompt(f"prompt number {number}", "dark" if number % 2 else "light", "label 3") for number in range(5)]
@@ -132,9 +132,9 @@ def test_methods_are_chosen_by_name() -> None:
 
 def clusters(count: int, seed: int) -> tuple[Tensor, list[str]]:
     generator = torch.Generator().manual_seed(seed)
-    centres = 3 * torch.randn(4, 10, generator=torch.Generator().manual_seed(9))
+    centers = 3 * torch.randn(4, 10, generator=torch.Generator().manual_seed(9))
     numbers = torch.randint(4, (count,), generator=generator)
-    return centres[numbers] + torch.randn(count, 10, generator=generator), [f"class {number}" for number in numbers.tolist()]
+    return centers[numbers] + torch.randn(count, 10, generator=generator), [f"class {number}" for number in numbers.tolist()]
 
 
 def test_probe_learns_what_can_be_told_apart() -> None:

@@ -108,7 +108,7 @@ SETS: dict[str, Callable[[Path], Path | None]] = {
 
 
 def sampled(folder: Path, prompts: list[SamplePrompt], seeds: int) -> Path:
-    """A folder as `nextscale sample` writes it; image k of prompt i has the colour (i, k, 0)."""
+    """A folder as `nextscale sample` writes it; image k of prompt i has the color (i, k, 0)."""
     out = folder / "infinity-2b"
     out.mkdir()
     entries = []
@@ -146,7 +146,7 @@ def png(size: tuple[int, int], level: int) -> bytes:
     return buffer.getvalue()
 
 
-def colour(file: Path) -> tuple[int, ...]:
+def color(file: Path) -> tuple[int, ...]:
     with Image.open(file) as image:
         return image.convert("RGB").getpixel((0, 0))  # type: ignore[return-value]
 
@@ -156,7 +156,7 @@ def test_geneval(tmp_path: Path) -> None:
     out, files = exported("geneval", tmp_path)
     assert files == {f"0000{i}/{name}" for i in range(2) for name in ("metadata.jsonl", *(f"samples/000{k}.png" for k in range(4)))}
     assert json.loads((out / "00000" / "metadata.jsonl").read_text())["include"] == [{"class": "bench", "count": 1}]
-    assert colour(out / "00001" / "samples" / "0002.png") == (1, 2, 0)
+    assert color(out / "00001" / "samples" / "0002.png") == (1, 2, 0)
 
 
 def test_geneval2(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_geneval2(tmp_path: Path) -> None:
     out, _ = exported("geneval2", tmp_path)
     paths = json.loads((out / "image_paths.json").read_text())
     assert [*paths] == ["four white bicycles", "a cow"]
-    assert colour(Path(paths["a cow"])) == (1, 0, 0) and Path(paths["a cow"]).is_absolute()
+    assert color(Path(paths["a cow"])) == (1, 0, 0) and Path(paths["a cow"]).is_absolute()
 
 
 def test_dpg(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_imagereward(tmp_path: Path) -> None:
     """MODEL/ID_NUMBER.png, numbers from 0, and as many files as prompts times images."""
     out, files = exported("imagereward", tmp_path)
     assert files == {f"infinity-2b/{name}_{k}.png" for name in ("005695-0057", "005784-0093") for k in range(10)}
-    assert colour(out / "infinity-2b" / "005784-0093_9.png") == (1, 9, 0)
+    assert color(out / "infinity-2b" / "005784-0093_9.png") == (1, 9, 0)
 
 
 def test_mjhq(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_evalscope(tmp_path: Path) -> None:
     assert files == {"samples.jsonl"}
     found = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert [(line["id"], line["prompt"]) for line in found] == [("00000", "four white bicycles"), ("00001", "a cow")]
-    assert colour(Path(found[1]["image_path"])) == (1, 0, 0)
+    assert color(Path(found[1]["image_path"])) == (1, 0, 0)
 
 
 @pytest.mark.parametrize("name", SUITES)

@@ -66,7 +66,7 @@ def test_words_in_other_letters_are_not_left_out_silently() -> None:
 
 
 @given(st.text())
-def test_any_text_is_spelt_out_or_refused(text: str) -> None:
+def test_any_text_is_spelled_out_or_refused(text: str) -> None:
     words = plain_words(text)
     lost = [word for word in text.split() if any(sign.isalpha() for sign in word) and not plain_words(word)]
     if lost or not words:
@@ -195,7 +195,7 @@ def as_bytes(text: str) -> Tensor:
         ({"config": as_bytes("[1]")}, "config must be WordEncoderConfig"),
         ({"config": as_bytes("[" * 10**5)}, "recursion"),
         ({"config": as_bytes(json.dumps({"words": len(ENTRIES), "longest": True}))}, "config.longest must be int; got True"),
-        ({"config": as_bytes(json.dumps({"words": 3, "colour": 1}))}, "colour"),
+        ({"config": as_bytes(json.dumps({"words": 3, "color": 1}))}, "color"),
         ({"config": as_bytes(json.dumps({"words": len(ENTRIES), "layers": 10**9}))}, "too few or too small"),
         ({"config": as_bytes(json.dumps({"words": len(ENTRIES), "width": 3 * 10**9}))}, "too few or too small"),
         ({"begin": None}, "Missing key.*begin"),
@@ -232,7 +232,7 @@ def test_nothing_is_written_where_no_file_can_be(tmp_path: Path) -> None:
 def test_captions_come_first_then_parts_then_extra_words_until_full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "PARTS", 2)
     captions = ["A red cat", "a cat", "A dog"]
-    vocabulary = build_vocabulary(captions, ["cats", "blue", "blue", "cat", "green", "grey"], size=4 + 36 + 2 + 2)
+    vocabulary = build_vocabulary(captions, ["cats", "blue", "blue", "cat", "green", "gray"], size=4 + 36 + 2 + 2)
     assert vocabulary.entries[:4] == ("a", "cat", "red", "dog")
     assert vocabulary.entries[-2:] == ("blue", "green")  # "cats" is read as "cat"
     with pytest.raises(SettingError, match="no room for 4 words"):
@@ -258,7 +258,7 @@ class LetterModel(SentenceModel):
         return torch.tensor([[float(word.count(letter)) for letter in "abcdef"] for word in words])
 
 
-def test_vectors_are_centred_and_of_unit_size_and_keep_what_is_alike_together() -> None:
+def test_vectors_are_centered_and_of_unit_size_and_keep_what_is_alike_together() -> None:
     words = ["aab", "aaab", "cd", "ccd", "ef", "eff", "##cd", "##x"]
     vectors = distil_vectors(words, LetterModel(), channels=4)
     assert vectors.shape == (8, 4)

@@ -64,10 +64,10 @@ def test_shares_never_grow_unless_a_whole_stage_lies_between() -> None:
 MILD_AND_BOLD = ("fastvar:ratios={4: 0.3}", "fastvar:ratios={4: 0.5}")
 
 
-def test_neighbours_differ_by_one_step() -> None:
+def test_neighbors_differ_by_one_step() -> None:
     space = Space(5, True, change="blocks=[0, 1]", changes=("metric=logits",), peers={"fastvar": MILD_AND_BOLD})
     candidate = Candidate(((4, 0.5),), unguided=4, change="blocks=[0, 1]")
-    near = set(space.neighbours(candidate))
+    near = set(space.neighbors(candidate))
     for changed in (
         {"amounts": ((4, 0.6),)},
         {"amounts": ((4, 0.4),)},
@@ -83,17 +83,17 @@ def test_neighbours_differ_by_one_step() -> None:
         assert replace(candidate, **changed) in near
     assert candidate not in near
     assert replace(candidate, amounts=((4, 0.55),)) not in near
-    assert replace(candidate, amounts=((4, 0.55),)) in set(space.neighbours(candidate, fine=True))
+    assert replace(candidate, amounts=((4, 0.55),)) in set(space.neighbors(candidate, fine=True))
     shrunk = replace(candidate, amounts=((3, 0.5), (4, 0.5)))
-    assert replace(candidate, amounts=((3, 0.4), (4, 0.4))) in set(space.neighbours(shrunk))
-    bold = set(space.neighbours(replace(candidate, peer=MILD_AND_BOLD[1])))
+    assert replace(candidate, amounts=((3, 0.4), (4, 0.4))) in set(space.neighbors(shrunk))
+    bold = set(space.neighbors(replace(candidate, peer=MILD_AND_BOLD[1])))
     assert replace(candidate, peer=MILD_AND_BOLD[0]) in bold and candidate not in bold
-    assert candidate in set(space.neighbours(replace(candidate, peer=MILD_AND_BOLD[0])))
+    assert candidate in set(space.neighbors(replace(candidate, peer=MILD_AND_BOLD[0])))
 
 
 def test_an_unguided_model_has_no_guidance_to_drop() -> None:
     space = Space(5, guided=False)
-    candidates = [*space.combinations(), *(c for c, _ in space.singles()), *space.neighbours(Candidate(skipped=1))]
+    candidates = [*space.combinations(), *(c for c, _ in space.singles()), *space.neighbors(Candidate(skipped=1))]
     assert candidates and all(candidate.unguided is None for candidate in candidates)
 
 

@@ -1,4 +1,4 @@
-"""Attention in which neighbouring queries read the same list of keys, and no others."""
+"""Attention in which neighboring queries read the same list of keys, and no others."""
 
 from __future__ import annotations
 

@@ -72,6 +72,6 @@ def key_map(schedule: Schedule, stage: Stage, prefix: int) -> KeyMap:
     return KeyMap(prefix, schedule.sizes[: stage.index + 1])
 
 
-def centres(queries: Tensor, side: int, key_side: int) -> Tensor:
-    """Finds where cells of one side lie on another: rounded, half to even, so that some centres can fall off the grid."""
+def centers(queries: Tensor, side: int, key_side: int) -> Tensor:
+    """Finds where cells of one side lie on another: rounded, half to even, so that some centers can fall off the grid."""
     return (queries.double() / side * key_side).round()

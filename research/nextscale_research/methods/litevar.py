@@ -33,7 +33,7 @@ class LiteVAR(Method):
     conditional row is used for the unconditional one too, which has its own values.
 
     Published are one width per block, head and pair of stages, measured on VAR, in files that are not released; here one share of the keys
-    serves them all. Its quantisation, which the release simulates, is no part of this. Bands are a mask: what they save is computed by
+    serves them all. Its quantization, which the release simulates, is no part of this. Bands are a mask: what they save is computed by
     no fast kernel, so that this is for quality; `SparVAR` has the kernel.
 
     The knobs that matter:
@@ -137,8 +137,8 @@ def band_width(width: float, keys: int) -> int:
 
 def band(queries: int, keys: int, width: int) -> Tensor:
     """Which keys of a stage lie within `width` of each query's own place, both in raster order: [queries, keys]."""
-    centre = torch.arange(queries, dtype=torch.float64) * keys / queries
-    return (centre[:, None] - torch.arange(keys)).abs() < width
+    center = torch.arange(queries, dtype=torch.float64) * keys / queries
+    return (center[:, None] - torch.arange(keys)).abs() < width
 
 
 @lru_cache(maxsize=32)  # two requests of 13 stages; megabytes each

@@ -252,7 +252,7 @@ class ScaleKVCache(CompressedLayerCache):
 
 
 def window_places(tokens: Tokens, shape: Sequence[int], window: int, device: torch.device) -> Tensor:
-    """Returns positions [R, W] among the tokens of a stage: the centres of a division of its grid into equal rectangles.
+    """Returns positions [R, W] among the tokens of a stage: the centers of a division of its grid into equal rectangles.
 
     Where the grid is too small for that, or a part of it runs, W of the tokens at equal distances.
     """
@@ -274,8 +274,8 @@ def released_window(stage: int, cached: int, window: int, device: torch.device) 
     side, across = math.isqrt(cells), math.isqrt(window)
     if side**2 != cells or across**2 != window or side < across:
         return torch.arange(max(0, cached - window), cached, device=device)
-    centre = torch.arange(across, device=device) * (side // across) + (side // across - 1) // 2
-    return cached - cells + (centre[:, None] * side + centre).flatten()
+    center = torch.arange(across, device=device) * (side // across) + (side // across - 1) // 2
+    return cached - cells + (center[:, None] * side + center).flatten()
 
 
 def key_scores(keys: Tensor, queries: Tensor, window: Tensor, pooling: int, lengths: Tensor | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from nextscale.validation import is_finite, is_int
 
 
 class Classifier(NamedTuple):
-    """A logistic regression of standardised features; its classes are numbers of stages."""
+    """A logistic regression of standardized features; its classes are numbers of stages."""
 
     mean: tuple[float, ...]
     scale: tuple[float, ...]

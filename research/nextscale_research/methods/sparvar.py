@@ -16,7 +16,7 @@ from nextscale.methods.method import DENSE, Method, MethodRun, Plans, RunSetup, 
 from nextscale.stage import Rows, Schedule, Stage
 from nextscale.validation import is_fraction, is_int
 
-from .key_lists import KeyLists, KeyMap, attend_listed, centres, key_map, require_whole
+from .key_lists import KeyLists, KeyMap, attend_listed, centers, key_map, require_whole
 
 if TYPE_CHECKING:
     from nextscale.models.base import NextScaleModel
@@ -25,7 +25,7 @@ WINDOWS = (7, 5, 3, 1, 1)  # sides on the maps of the last stage and of those be
 OWN_WINDOWS = (9, 7)  # likewise, on a stage's own map where keys are chosen
 SINK_CELLS = 64  # stages of at most this size are always read: 0 to 4 of Infinity's 13
 BLOCK = 128  # queries and keys that are read together: one that is visible makes all of them visible
-GROUP = 192  # neighbouring queries for which keys are chosen together
+GROUP = 192  # neighboring queries for which keys are chosen together
 MULTIPLE = 64  # of chosen keys
 CHOOSING_LAYERS = 11 / 32
 
@@ -201,15 +201,15 @@ def visible_cells(query: Tensor, sizes: tuple[tuple[int, int], ...], windows: tu
         if window <= 0:
             found.append(torch.full((key_height * key_width,), window < 0))
             continue
-        down = near(centres(query // width, height, key_height), key_height, window)
-        across = near(centres(query % width, width, key_width), key_width, window)
+        down = near(centers(query // width, height, key_height), key_height, window)
+        across = near(centers(query % width, width, key_width), key_width, window)
         found.append((down[:, :, None] & across[:, None]).any(dim=0).flatten())
     return found
 
 
-def near(centre: Tensor, side: int, window: int) -> Tensor:
-    """Which of the cells along a side lie in the window around each centre [N]: [N, side]."""
-    return (torch.arange(side) - centre[:, None]).abs() <= window // 2
+def near(center: Tensor, side: int, window: int) -> Tensor:
+    """Which of the cells along a side lie in the window around each center [N]: [N, side]."""
+    return (torch.arange(side) - center[:, None]).abs() <= window // 2
 
 
 # --- chosen keys

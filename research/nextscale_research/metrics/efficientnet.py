@@ -81,13 +81,13 @@ class EfficientNetLite0(nn.Module):
         return self.pooled(((pixels + 1) * 127.5 - 127) / 128)
 
     def pooled(self, x: Tensor) -> Tensor:
-        """Features of normalised images."""
+        """Features of normalized images."""
         x = self.blocks(F.relu6(self.stem(x)))
         return F.relu6(self.head(x)).mean(dim=(2, 3))
 
 
 def central_crop(images: Tensor) -> Tensor:
-    """Images with the short side resized to 256, cropped to 224 x 224 pixels around the centre."""
+    """Images with the short side resized to 256, cropped to 224 x 224 pixels around the center."""
     height, width = images.shape[2:]
     if min(height, width) != SHORT_SIDE:
         factor = SHORT_SIDE / min(height, width)

@@ -19,7 +19,7 @@ from .cache import features_of
 from .dists import Dists
 from .frechet import Moments, frechet_distance
 from .library import inception_score, kernel_distance, torchmetrics_image
-from .neighbours import precision_recall
+from .neighbors import precision_recall
 from .networks import INCEPTION_FEATURES, NETWORKS, Network
 
 METRICS = {  # name to the network that it needs

@@ -20,7 +20,7 @@ from .files import CLIP, DINOV2, EFFICIENTNET, INCEPTION, metric_file, metric_fo
 
 SIDE = 224
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-CLIP_COLOURS = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+CLIP_COLORS = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 INCEPTION_FEATURES = 2048
 
 
@@ -64,13 +64,13 @@ def dinov2(given: Path | None, device: torch.device) -> Network:
     network = _transformer("AutoModel", folder).to(device)
 
     def features(levels: Tensor) -> Tensor:
-        return network(pixel_values=normalised(resized(levels, (SIDE, SIDE)), *IMAGENET)).last_hidden_state[:, 0]
+        return network(pixel_values=normalized(resized(levels, (SIDE, SIDE)), *IMAGENET)).last_hidden_state[:, 0]
 
     return Network("dinov2", _fingerprint_of(folder), features)
 
 
 def clip(given: Path | None, device: torch.device) -> Network:
-    """Image and text features of CLIP; the short side is resized to 224 pixels and the centre is cut out."""
+    """Image and text features of CLIP; the short side is resized to 224 pixels and the center is cut out."""
     folder = metric_folder(CLIP, given)
     network = _transformer("CLIPModel", folder).to(device)
     tokenizer = _transformer("AutoTokenizer", folder)
@@ -78,7 +78,7 @@ def clip(given: Path | None, device: torch.device) -> Network:
 
     def features(levels: Tensor) -> Tensor:
         cut = central(levels, side)
-        return projected(network.get_image_features(pixel_values=normalised(cut, *CLIP_COLOURS)))
+        return projected(network.get_image_features(pixel_values=normalized(cut, *CLIP_COLORS)))
 
     def text(prompts: Sequence[str]) -> Tensor:
         longest = network.config.text_config.max_position_embeddings
@@ -117,7 +117,7 @@ def central(levels: Tensor, side: int) -> Tensor:
     return unit[:, :, top : top + side, left : left + side]
 
 
-def normalised(unit: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
+def normalized(unit: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
     return (unit - unit.new_tensor(mean).view(3, 1, 1)) / unit.new_tensor(deviation).view(3, 1, 1)
 
 

@@ -11,15 +11,15 @@ FEWEST_CELLS = 4  # fewer have no quarters and no meaningful correlation
 
 
 def luminance(pixels: Tensor) -> Tensor:
-    """Images [B, 3, H, W] in [-1, 1] to grey [B, H, W] in levels from 0 to 255."""
+    """Images [B, 3, H, W] in [-1, 1] to gray [B, H, W] in levels from 0 to 255."""
     weights = torch.tensor([0.299, 0.587, 0.114], device=pixels.device)
     return torch.einsum("bchw,c->bhw", (pixels.float().clamp(-1, 1) + 1) * LEVELS, weights)
 
 
 def local_detail(pixels: Tensor, size: tuple[int, int]) -> Tensor:
     """Root mean square gradient of the luminance in every cell of a grid, levels per pixel: [B, cells]."""
-    grey = luminance(pixels)
-    down, right = grey.diff(dim=1).square(), grey.diff(dim=2).square()
+    gray = luminance(pixels)
+    down, right = gray.diff(dim=1).square(), gray.diff(dim=2).square()
     squared = F.pad(down, (0, 0, 0, 1)) + F.pad(right, (0, 1))
     return F.interpolate(squared[:, None], size=size, mode="area").flatten(1).sqrt()
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from nextscale.errors import MissingExtra
 
 from .details import Details
-from .plots import BLUE, GREEN, GREY, ORANGE, PURPLE, SIZE, STYLE, draw_line, label_lines, real, svg_of
+from .plots import BLUE, GRAY, GREEN, ORANGE, PURPLE, SIZE, STYLE, draw_line, label_lines, real, svg_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = (ORANGE, BLUE, GREEN, PURPLE, GREY, "#e69f00", "#56b4e9", "#cc79a7")
+COLORS = (ORANGE, BLUE, GREEN, PURPLE, GRAY, "#e69f00", "#56b4e9", "#cc79a7")
 TITLES = {"lpips": "LPIPS", "dists": "DISTS", "clip": "CLIP", "dinov2": "DINOv2"}
 
 
@@ -44,14 +44,14 @@ def name_stages(axes: Axes, found: Details, along: str = "x") -> None:
 
 def draw_distances(figure: Figure, found: Details) -> None:
     left, right = figure.subplots(1, 2)
-    for (name, curve), colour in zip(found.distances.items(), COLOURS, strict=False):
-        draw_line(left, range(len(found.stages)), curve, TITLES[name], colour)
+    for (name, curve), color in zip(found.distances.items(), COLORS, strict=False):
+        draw_line(left, range(len(found.stages)), curve, TITLES[name], color)
         first = curve.mean[0] or 1.0
         relative = [value / first for value in real(curve.mean)]
-        right.plot(range(len(relative)), relative, color=colour, marker="o", markersize=3, label=TITLES[name])
+        right.plot(range(len(relative)), relative, color=color, marker="o", markersize=3, label=TITLES[name])
         if (stage := found.boundaries[name]) is not None:
-            right.axvline(stage, color=colour, lw=0.8, ls="--")
-    right.axhline(0.1, color=GREY, lw=0.6)
+            right.axvline(stage, color=color, lw=0.8, ls="--")
+    right.axhline(0.1, color=GRAY, lw=0.6)
     left.set(title="distance to the final image", ylim=(0, None))
     right.set(title="of the distance after the first stage; dashed: a tenth is left", ylim=(0, None))
     for axes in (left, right):
@@ -65,9 +65,9 @@ def draw_spectra(figure: Figure, found: Details) -> None:
     shades = [str(0.85 - 0.85 * stage / max(1, len(found.stages) - 1)) for stage in range(len(found.stages))]
     for (height, _), power, shade in zip(found.stages, found.stage_power, shades, strict=True):
         left.plot(bands, real(power), color=shade, marker="o", markersize=2, label=str(height))
-    for (name, power), colour in zip(found.method_power.items(), COLOURS, strict=False):
-        right.plot(bands, real(power), color=colour, marker="o", markersize=3, label=name)
-    right.axhline(1, color=GREY, lw=0.6)
+    for (name, power), color in zip(found.method_power.items(), COLORS, strict=False):
+        right.plot(bands, real(power), color=color, marker="o", markersize=3, label=name)
+    right.axhline(1, color=GRAY, lw=0.6)
     left.set(title="power of the image after each stage, of the final image's", yscale="log")
     right.set(title="power with each method, of dense generation's", ylim=(0, None))
     periods = [f"> {1 / found.edges[0]:.0f}", *(f"{1 / edge:.0f}" for edge in found.edges)]
@@ -93,7 +93,7 @@ def draw_attention(figure: Figure, found: Details) -> None:
     cells = [height * width for height, width in found.stages]
     expected = [count / sum(cells[: stage + 1]) for stage, count in enumerate(cells)]
     right.plot(range(len(own)), own, color=ORANGE, marker="o", markersize=3, label="measured")
-    right.plot(range(len(own)), expected, color=GREY, marker="o", markersize=3, label="its share of the tokens")
+    right.plot(range(len(own)), expected, color=GRAY, marker="o", markersize=3, label="its share of the tokens")
     right.set(title="attention of a stage to itself", ylim=(0, 1.02))
     name_stages(right, found)
     label_lines(right)
@@ -102,9 +102,9 @@ def draw_attention(figure: Figure, found: Details) -> None:
 def draw_logits(figure: Figure, found: Details) -> None:
     left, right = figure.subplots(1, 2)
     draw_line(left, range(len(found.stages)), found.similarity, "logits", BLUE)
-    left.set(title="cosine of a cell's logits and its neighbours'")
+    left.set(title="cosine of a cell's logits and its neighbors'")
     draw_line(right, range(len(found.stages)), found.similarity_detail, "logits", BLUE)
-    right.axhline(0, color=GREY, lw=0.6)
+    right.axhline(0, color=GRAY, lw=0.6)
     right.set(title="rank correlation with the detail of the final image")
     for axes in (left, right):
         name_stages(axes, found)
@@ -121,7 +121,7 @@ def draw_changes(figure: Figure, found: Details) -> None:
 def draw_projection(figure: Figure, found: Details) -> None:
     assert found.projection is not None
     axes = figure.subplots(1, 1)
-    for place, ((name, curve), colour) in enumerate(zip(found.projection.to_dense.items(), COLOURS, strict=False)):
+    for place, ((name, curve), color) in enumerate(zip(found.projection.to_dense.items(), COLORS, strict=False)):
         numbers = range(found.projection.seeds)
         errors = [0.0 if value is None else value for value in curve.error]
         axes.bar(
@@ -129,10 +129,10 @@ def draw_projection(figure: Figure, found: Details) -> None:
             real(curve.mean),
             0.18,
             yerr=errors,
-            color=colour,
+            color=color,
             label=f"{TITLES[name]} to dense",
         )
-        axes.axhline(found.projection.between[name], color=colour, lw=0.8, ls="--", label=f"{TITLES[name]} between projections")
+        axes.axhline(found.projection.between[name], color=color, lw=0.8, ls="--", label=f"{TITLES[name]} between projections")
     axes.set_xticks(range(found.projection.seeds), [f"projection {number}" for number in range(found.projection.seeds)])
     axes.set(title=f"StageVAR with other random projections; a pixel deviates by {found.projection.deviation:.1f} levels", ylim=(0, None))
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nextscale.eval.probe import FeatureProbe
 from nextscale.methods.method import Method
-from nextscale.methods.sparsevar_cells import GridMap, neighbour_similarity
+from nextscale.methods.sparsevar_cells import GridMap, neighbor_similarity
 from nextscale.output import Preview
 from nextscale.pipeline import Output, Pipeline
 from nextscale.request import Randomness
@@ -155,7 +155,7 @@ def watch(pipeline: Pipeline, sample: Sample, schedule: Schedule) -> Watched:
         latents.append(preview.latent)
         logits = preview.done.logits
         assert logits is not None  # the probe is eager and leaves nothing out
-        similarity.append(neighbour_similarity(logits.flatten(2).float(), preview.done.stage.size))
+        similarity.append(neighbor_similarity(logits.flatten(2).float(), preview.done.stage.size))
 
     method = FeatureProbe((attention.watch, blocks.watch))
     with calls:
@@ -166,12 +166,12 @@ def watch(pipeline: Pipeline, sample: Sample, schedule: Schedule) -> Watched:
 
 def spectrum(pixels: Tensor) -> Tensor:
     """Mean power of images by band, without their mean brightness, [bands]."""
-    grey = luminance(pixels)
-    return band_power(grey - grey.mean(dim=(1, 2), keepdim=True)).mean(dim=0).cpu()
+    gray = luminance(pixels)
+    return band_power(gray - gray.mean(dim=(1, 2), keepdim=True)).mean(dim=0).cpu()
 
 
 def similarity_curves(watched: Watched, schedule: Schedule, final: Tensor) -> tuple[Curve, Curve]:
-    alone = [stage.cells == 1 for stage in schedule]  # a single cell has no neighbours
+    alone = [stage.cells == 1 for stage in schedule]  # a single cell has no neighbors
     means = torch.stack([similar.mean(dim=1) for similar in watched.similarity], dim=1)
     means[:, alone] = torch.nan
     pairs = zip(watched.similarity, schedule, strict=True)
@@ -247,7 +247,7 @@ def pictures(watched: Watched, variants: Sequence[Output], schedule: Schedule, b
         reprojections = sheet([("first image", row)], ["dense", *(f"projection {number}" for number in range(len(variants))), "spread"])
     return Pictures(
         sheet([("after stage", after), ("attention received", attended)], names),
-        sheet([("after stage", after), ("unlike its neighbours", unlike)], names),
+        sheet([("after stage", after), ("unlike its neighbors", unlike)], names),
         sheet(changes, ["image", *(f"block {block}" for block in range(blocks))]),
         reprojections,
     )

@@ -33,18 +33,18 @@ class Changes:
     image_power: Tensor  # [B, bands]
 
 
-def band_power(grey: Tensor) -> Tensor:
+def band_power(gray: Tensor) -> Tensor:
     """Mean square of images [B, H, W] by band of frequency: [B, bands].
 
     A Hann window is applied, as an image does not continue at its opposite edge; the mean belongs to the coarsest band.
     """
-    height, width = grey.shape[1:]
-    window = torch.outer(torch.hann_window(height, device=grey.device), torch.hann_window(width, device=grey.device))
+    height, width = gray.shape[1:]
+    window = torch.outer(torch.hann_window(height, device=gray.device), torch.hann_window(width, device=gray.device))
     window = window / window.square().mean().sqrt()
-    power = torch.fft.fft2(grey * window).abs().square() / (height * width) ** 2
-    down, right = torch.fft.fftfreq(height, device=grey.device), torch.fft.fftfreq(width, device=grey.device)
+    power = torch.fft.fft2(gray * window).abs().square() / (height * width) ** 2
+    down, right = torch.fft.fftfreq(height, device=gray.device), torch.fft.fftfreq(width, device=gray.device)
     frequency = (down[:, None].square() + right.square()).sqrt()
-    band = torch.bucketize(frequency, torch.tensor(EDGES, device=grey.device), right=True)
+    band = torch.bucketize(frequency, torch.tensor(EDGES, device=gray.device), right=True)
     return power.flatten(1) @ F.one_hot(band.flatten(), len(EDGES) + 1).float()
 
 
@@ -75,8 +75,8 @@ def stage_changes(images: Iterable[Tensor], final: Tensor, grid: tuple[int, int]
             maps.append(change)
         before = after
     smooth, detailed, correlation, foreseen = (torch.stack(column, dim=1).cpu() for column in zip(*columns, strict=True))
-    grey = luminance(final)
-    whole = band_power(grey - grey.mean(dim=(1, 2), keepdim=True))  # most of an image's power is its brightness, which says nothing
+    gray = luminance(final)
+    whole = band_power(gray - gray.mean(dim=(1, 2), keepdim=True))  # most of an image's power is its brightness, which says nothing
     return Changes(smooth, detailed, correlation, foreseen, torch.stack(powers, dim=1).cpu(), whole.cpu()), maps
 
 

@@ -23,7 +23,7 @@ def image_tile(pixels: Tensor) -> Tensor:
 
 
 def map_tile(values: Tensor, size: tuple[int, int], tile: tuple[int, int]) -> Tensor:
-    """A map [cells] in grey, brighter where it is larger: [3, h, w]."""
+    """A map [cells] in gray, brighter where it is larger: [3, h, w]."""
     values = values.float().view(1, 1, *size)
     bright = values / values.flatten().quantile(BRIGHTEST).clamp(min=1e-12)
     return F.interpolate(bright.clamp(0, 1), size=tile, mode="nearest-exact")[0].expand(3, -1, -1).cpu()

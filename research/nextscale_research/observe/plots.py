@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Distinct for any colour vision (Okabe and Ito).
-BLUE, ORANGE, GREEN, PURPLE, GREY = "#0072b2", "#d55e00", "#009e73", "#aa4499", "#777777"
+# Distinct for any color vision (Okabe and Ito).
+BLUE, ORANGE, GREEN, PURPLE, GRAY = "#0072b2", "#d55e00", "#009e73", "#aa4499", "#777777"
 STYLE: dict[Any, Any] = {
     "font.size": 9,
     "axes.spines.top": False,
@@ -36,7 +36,7 @@ SIZE = (11.0, 3.2)  # inches
 LINE_HEIGHT = 0.075  # share of the axes' height
 MOST_UPRIGHT = 30  # names of stages of two digits that fit side by side into a figure with names of lines
 EFFECTS = {
-    "seed": ("another seed", GREY),
+    "seed": ("another seed", GRAY),
     "other": ("another prompt", ORANGE),
     "none": ("no prompt", BLUE),
     "unguided": ("no guidance", GREEN),
@@ -72,16 +72,16 @@ def real(values: Numbers) -> list[float]:
     return [math.nan if value is None else value for value in values]
 
 
-def draw_line(axes: Axes, x: Sequence[float], curve: Curve, label: str, colour: str) -> None:
+def draw_line(axes: Axes, x: Sequence[float], curve: Curve, label: str, color: str) -> None:
     """Plots a curve with its standard error; `label_lines` writes the label beside it."""
     mean, error = real(curve.mean), [0.0 if math.isnan(value) else value for value in real(curve.error)]
     low, high = [m - e for m, e in zip(mean, error, strict=True)], [m + e for m, e in zip(mean, error, strict=True)]
-    axes.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
-    axes.plot(x, mean, color=colour, marker="o", markersize=3, label=label)
+    axes.fill_between(x, low, high, color=color, alpha=0.2, lw=0)
+    axes.plot(x, mean, color=color, marker="o", markersize=3, label=label)
 
 
 def label_lines(axes: Axes) -> None:
-    """Names each line to the right of its end, in its colour; names that would overlap move apart."""
+    """Names each line to the right of its end, in its color; names that would overlap move apart."""
     ends = []
     for line in axes.get_lines():
         values = [float(value) for value in np.asarray(line.get_ydata()) if np.isfinite(value)]
@@ -116,7 +116,7 @@ def draw_frequency(figure: Figure, found: Observations) -> None:
     left.set(title="change of the image by a stage", ylabel="levels of 255", ylim=(0, None))
     draw_line(middle, stages, numbers.correlation, "final image", ORANGE)
     draw_line(middle, stages, numbers.foreseen, "image before the stage", BLUE)
-    middle.axhline(0, color=GREY, lw=0.6)
+    middle.axhline(0, color=GRAY, lw=0.6)
     middle.set(title="rank correlation of change and detail of", ylim=(min(-0.1, *lowest(numbers)), 1))
     for axes in (left, middle):
         name_stages(axes, found)
@@ -166,10 +166,10 @@ def draw_prompt(figure: Figure, found: Observations) -> None:
     switches = found.prompt.switches
     shown = {name: effect for name in EFFECTS if (effect := found.prompt.effects.get(name)) is not None}
     for name, effect in shown.items():
-        label, colour = EFFECTS[name]
+        label, color = EFFECTS[name]
         curve, unit = distances(effect)
-        draw_line(left, switches, curve, label, colour)
-        draw_line(right, switches, effect.codes, label, colour)
+        draw_line(left, switches, curve, label, color)
+        draw_line(right, switches, effect.codes, label, color)
     left.set(title=f"how far the image moves, {unit_name(unit)}", ylim=(0, None))
     right.set(title="share of the later codes that differ", ylim=(0, None))
     for axes in (left, right):
@@ -185,13 +185,13 @@ def unit_name(unit: str) -> str:
 def draw_rank(figure: Figure, found: Observations) -> None:
     left, right = figure.subplots(1, 2)
     numbers, stages = found.rank, range(len(found.stages))
-    for alpha, curves, colour in zip(numbers.alphas, numbers.ranks, (GREEN, BLUE, ORANGE), strict=True):
+    for alpha, curves, color in zip(numbers.alphas, numbers.ranks, (GREEN, BLUE, ORANGE), strict=True):
         blocks = [real(curve.mean) for curve in curves]
         shares = [[value / most for value, most in zip(block, numbers.full, strict=True)] for block in blocks]
         low, high = ([pick(column) for column in zip(*shares, strict=True)] for pick in (min, max))
-        left.fill_between(stages, low, high, color=colour, alpha=0.2, lw=0)
+        left.fill_between(stages, low, high, color=color, alpha=0.2, lw=0)
         mean = [sum(column) / len(column) for column in zip(*shares, strict=True)]
-        left.plot(stages, mean, color=colour, marker="o", markersize=3, label=f"{alpha:.0%}")
+        left.plot(stages, mean, color=color, marker="o", markersize=3, label=f"{alpha:.0%}")
     left.set(title="directions that hold this share of the energy", ylabel="of the possible ones", ylim=(0, 1.02))
     name_stages(left, found)
     label_lines(left)

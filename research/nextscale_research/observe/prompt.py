@@ -31,7 +31,7 @@ from .numbers import Curve, Effect, Prompt
 from .verdicts import late_stages
 
 Replacement = Literal["none", "unguided", "other", "seed"]
-SEED_STEP = 1_000_003  # from an image's seed to the one that replaces it: beyond those of its neighbours
+SEED_STEP = 1_000_003  # from an image's seed to the one that replaces it: beyond those of its neighbors
 
 
 @dataclass(frozen=True)

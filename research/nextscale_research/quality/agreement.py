@@ -35,7 +35,7 @@ Flags = Tensor  # [N] booleans
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """A linear classifier of standardised features."""
+    """A linear classifier of standardized features."""
 
     classes: tuple[str, ...]
     mean: Tensor  # [D]
@@ -63,16 +63,16 @@ class Probe:
         generator = torch.Generator().manual_seed(seed)
         size = min(1024, len(x))
         steps = epochs * (len(x) // size)
-        optimiser = torch.optim.AdamW([weight, bias], lr=3e-3, weight_decay=decay)
-        rate = torch.optim.lr_scheduler.OneCycleLR(optimiser, 3e-3, total_steps=steps)
+        optimizer = torch.optim.AdamW([weight, bias], lr=3e-3, weight_decay=decay)
+        rate = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
         with torch.enable_grad():
             for _ in range(epochs):
                 order = torch.randperm(len(x), generator=generator).to(x.device)
                 for part in order[: len(x) // size * size].split(size):
                     loss = F.cross_entropy(F.linear(x[part], weight, bias), target[part], label_smoothing=smoothing)
-                    optimiser.zero_grad()
+                    optimizer.zero_grad()
                     loss.backward()
-                    optimiser.step()
+                    optimizer.step()
                     rate.step()
         return Probe(classes, mean, scale, weight.detach(), bias.detach())
 

@@ -55,7 +55,7 @@ class Variant:
 
     @staticmethod
     def alone(format: Quantize, product: str) -> Variant:
-        """One product quantised, and all others as they are."""
+        """One product quantized, and all others as they are."""
         return Variant(format, tuple(name for name in NAMES if name != product))
 
     @property

@@ -13,7 +13,7 @@ from .rows import PROBED
 
 PANEL_WIDTH, PANEL_HEIGHT, LEFT, TOP, GAP = 380, 300, 58, 54, 66
 LEGEND_LINE, LETTER = 15, 6  # pixels
-COLOURS = {"dense": "#333", "skip": "#888", "sparse": "#3b6fb6", "fast": "#c2542d", "stage": "#3a8a4d", "tome": "#8a5aa8"}
+COLORS = {"dense": "#333", "skip": "#888", "sparse": "#3b6fb6", "fast": "#c2542d", "stage": "#3a8a4d", "tome": "#8a5aa8"}
 OTHER = "#3b6fb6"
 FEWEST_TICKS = 4
 
@@ -55,7 +55,7 @@ def frontier_svg(rows: Sequence[Row], timed: bool | None = None) -> str:
             LEFT + (number // column) * width / 2,
             TOP + PANEL_HEIGHT + 56 + LEGEND_LINE * (number % column),
             f"{number}  {name}",
-            fill=_colour(name),
+            fill=_color(name),
         )
         for name, number in numbers.items()
     ]
@@ -90,12 +90,12 @@ def _panel(
         *(_text(left - 6, to_y(tick) + 4, f"{tick:.4g}", anchor="end") for tick in y_ticks),
     ]
     for name, x, (value, low, high) in drawn:
-        colour = _colour(name)
-        parts.append(f'<path d="M{to_x(x):.1f} {to_y(low):.1f}V{to_y(high):.1f}" stroke="{colour}" stroke-opacity="0.5"/>')
-        parts.append(f'<circle cx="{to_x(x):.1f}" cy="{to_y(value):.1f}" r="3.5" fill="{colour}"/>')
+        color = _color(name)
+        parts.append(f'<path d="M{to_x(x):.1f} {to_y(low):.1f}V{to_y(high):.1f}" stroke="{color}" stroke-opacity="0.5"/>')
+        parts.append(f'<circle cx="{to_x(x):.1f}" cy="{to_y(value):.1f}" r="3.5" fill="{color}"/>')
     spots = label_spots([(to_x(x), to_y(value)) for _, x, (value, _, _) in drawn], left + PANEL_WIDTH)
     for (name, _, _), (x, y) in zip(drawn, spots, strict=True):
-        parts.append(_text(x, y, str(numbers[name]), anchor="middle", fill=_colour(name)))
+        parts.append(_text(x, y, str(numbers[name]), anchor="middle", fill=_color(name)))
     return "".join(parts)
 
 
@@ -126,8 +126,8 @@ def _axis(values: Sequence[float], start: float, stop: float) -> tuple[Callable[
     return (lambda value: start + (value - low) / (high - low) * (stop - start)), ticks
 
 
-def _colour(method: str) -> str:
-    return next((colour for start, colour in COLOURS.items() if method.lower().startswith(start)), OTHER)
+def _color(method: str) -> str:
+    return next((color for start, color in COLORS.items() if method.lower().startswith(start)), OTHER)
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", size: int = 11, fill: str = "#333") -> str:

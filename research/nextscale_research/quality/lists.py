@@ -39,7 +39,7 @@ def sparsevar_decisions(stages: int, blocks: int) -> dict[str, str]:
 
 
 def fastvar_scales(stages: int, blocks: int) -> dict[str, str]:
-    """FastVAR, table 4: two neighbouring stages are thinned, ever later ones."""
+    """FastVAR, table 4: two neighboring stages are thinned, ever later ones."""
     pairs = [(first, first + 1) for first in range(max(2, stages - 6), stages - 1, 2)]
     return {f"{a} and {b}, {ratio:.0%}": f"fastvar:ratios={ {a: ratio, b: ratio} }" for a, b in pairs for ratio in (0.5, 0.75)}
 

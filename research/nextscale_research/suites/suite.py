@@ -70,7 +70,7 @@ ALL = (
         "conda, environment.yml of djghosh13/geneval; mmdet 2.27; evaluation/download_models.sh",
         "python evaluation/evaluate_images.py FOLDER --outfile results.jsonl --model-path DETECTOR;"
         " python evaluation/summary_scores.py results.jsonl",
-        "share of correct images: single object, two objects, counting, colours, position, colour attribution, overall",
+        "share of correct images: single object, two objects, counting, colors, position, color attribution, overall",
         sampling=INFINITY,
     ),
     Suite(
@@ -172,7 +172,7 @@ ALL = (
         prompts.from_compbench,
         layouts.compbench,
         "requirements.txt of Karine-Huang/T2I-CompBench",
-        "python BLIP_vqa.py --out_dir FOLDER/color_val (colour, shape, texture); UniDet_eval and CLIPScore_eval for the other sets",
+        "python BLIP_vqa.py --out_dir FOLDER/color_val (color, shape, texture); UniDet_eval and CLIPScore_eval for the other sets",
         "BLIP-VQA score of the set",
     ),
     Suite(
