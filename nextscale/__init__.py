@@ -4,6 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
+
     from .edit_inputs import EditOptions, expanded, mask_from_alpha
     from .errors import NextscaleError
     from .guidance import ConstantGuidance, Guidance, RampGuidance, StageGuidance
@@ -78,6 +80,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version(__name__)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = next((module for module, names in MODULES.items() if name in names), "methods")

@@ -15,9 +15,9 @@ from .cache import ComputedCells, StageMemory, Workspace
 from .cache.attention import attention_backend
 from .canvas import Canvas
 from .device import Timer
-from .errors import NonFiniteLogits
+from .errors import NonFiniteLogits, SettingError
 from .guidance import ResolvedGuidance
-from .methods.method import DENSE, MethodRun, RunSetup, StagePlan, TokenCounts
+from .methods.method import DENSE, MethodRun, RunSetup, StagePlan, TokenCounts, restored_by, run_of, selected_by
 from .methods.token_ops import pick
 from .models.base import HeadInputs, NextScaleModel
 from .models.blocks import Block, run_in_order
@@ -83,7 +83,7 @@ def begin(model: NextScaleModel, cond: Conditioning, canvas: Canvas, request: Re
     """Returns the state before the first stage. Raises SettingError if the method does not fit the request."""
     method, plans, rows = request.method, request.plans, cond.start.shape[0]
     setup = RunSetup(model, request.schedule, request.batch, request.method_rng, plans, rows > request.batch)
-    run = method.start(setup)
+    run = run_of(method, setup)
     spec = reserved_cache(model, request.schedule, plans, request.batch, rows)
     workspace = Workspace(spec)
     ctx = ForwardContext(
@@ -135,8 +135,11 @@ def run_stage(
     if state.unread:
         unread, state.unread = state.unread, ()
         read_in_one_pass(model, ctx, request.schedule.stages[: len(unread)], unread)
-    x, tokens = entering(model.embed(canvas.input(stage), stage, ctx), stage, run, plan, batch)
-    plan.check_num_tokens(tokens)
+    x, tokens = entering(model.embed(canvas.input(stage), stage, ctx), stage, run, plan, request)
+    try:
+        plan.check_num_tokens(tokens)
+    except ValueError as error:
+        raise SettingError(f"{request.method.label}: {error}. `select_tokens` must keep the planned number.") from error
     own = None if tokens.count is None else tokens.count[:batch]
     x, tokens = model.with_text(x, tokens, ctx)
     rows, entered = tokens.rows_of(x), x.shape[0] * x.shape[1]
@@ -144,7 +147,7 @@ def run_stage(
         x, tokens = tokens.on_grid(run_blocks(model, x, tokens, ctx, plan, guidance, run))
     hidden = HeadInputs(x, tokens.rows(slice(0, batch)), canvas, ctx, request)
     guided = guidance.on_logits(model.logits(x, tokens, ctx), stage, tokens.branch_size(batch))
-    out, tokens, source = run.restore(request.sampling.prepare(tokens.unpack(guided), stage), hidden.tokens)
+    out, tokens, source = restored_by(run, request.sampling.prepare(tokens.unpack(guided), stage), hidden.tokens)
     with state.timer.time("sampling", stage.index):
         ids, codes = model.choose(hidden, out, tokens)
     if request.revise is not None:
@@ -163,11 +166,16 @@ def run_stage(
     return StageOutput(stage, canvas, rows, num_tokens, own, tokens, out, ids, codes, residual, plan, mask), finite
 
 
-def entering(x: Tensor, stage: Stage, run: MethodRun, plan: StagePlan, batch: int) -> tuple[Tensor, Tokens]:
+def entering(x: Tensor, stage: Stage, run: MethodRun, plan: StagePlan, request: Request) -> tuple[Tensor, Tokens]:
     """Returns the hidden states and tokens that enter the first block, packed if the plan says so. x [R, cells, C]."""
-    tokens = run.select_tokens(x, Tokens(stage))
+    tokens, batch = selected_by(run, x, Tokens(stage)), request.batch
     if tokens.index is None:
         return x, tokens
+    if len(tokens.index) not in (batch, len(x)):
+        raise SettingError(
+            f"{request.method.label}: `select_tokens` must choose cells for each of the {batch} images or {len(x)} rows (guidance adds one"
+            f" per image); got {len(tokens.index)}. Score x[: setup.batch]."
+        )
     branches = x.shape[0] // tokens.index.shape[0]
     if plan.packed is not None:
         tokens = tokens.packed(batch, plan.packed)
@@ -247,7 +255,12 @@ def run_blocks(
         segment = blocks[start:stop]
         with reporting(segment, x, tokens, ctx):
             if start in spans:
-                x = spans[start](segment, x, tokens, ctx)
+                shape, x = x.shape, spans[start](segment, x, tokens, ctx)
+                if x.shape != shape:
+                    raise SettingError(
+                        f"the span {spans[start].key} must return [rows, tokens, channels] {[*shape]} as it got; got {[*x.shape]}. Guided"
+                        " requests have two rows per image."
+                    )
             elif start in plan.observed:
                 x = observed(blocks[start], x, tokens, ctx, run)
             else:

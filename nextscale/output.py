@@ -55,6 +55,9 @@ class Output:
 
     stages: Stages | None = None  # with keep_stages=True
 
+    def __repr__(self) -> str:
+        return f"Output({len(self.latent)} {'image' if len(self.latent) == 1 else 'images'}, {self.report.summary})"
+
     @cached_property
     def images(self) -> list[Image.Image]:
         """Made when they are first asked for."""

@@ -38,7 +38,7 @@ from .planning import Planner
 from .planning.memory import reserved_bytes
 from .profiles import Profile, fingerprint, require_own
 from .report import EditReport, build_report
-from .request import Request, Revise, SeedLike, as_prompts, build_request, read_prompts, resolve_seed
+from .request import Request, Revise, SeedLike, as_prompts, build_request, from_diffusers, read_prompts, resolve_seed
 from .sampling import Sampling
 from .schedules import AspectLike, Schedules, SizeLike
 from .stage import Schedule
@@ -122,6 +122,10 @@ class Pipeline:
         self.partners = Partners()
         self.loras = Loras(model)
 
+    def __repr__(self) -> str:
+        method = "" if self.method == Method() else f", {self.method.label}"
+        return f"Pipeline({self.name}, {self.model.device}, {str(self.model.dtype).removeprefix('torch.')}{method})"
+
     def __call__(
         self,
         prompt: Any,
@@ -160,8 +164,10 @@ class Pipeline:
         warmup: capture such requests now and not at the second one, where they can be captured; the report tells which engine ran.
         lora: adapters of `load_lora` and their scales for this call; None is what `set_loras` chose, {} the base model.
         edit: codes of images that stay outside a mask; `Pipeline.edit` makes them.
-        sampling: top_k, top_p, temperature, greedy, ...: fields of `Sampling`; those left out keep the published values.
+        sampling: top_k, top_p, temperature, greedy, ...: fields of `Sampling`; those left out keep the published values. diffusers' names
+            guidance_scale, negative_prompt, height, width and num_images_per_prompt work too.
         """
+        prompt, size, guidance, negative = from_diffusers(sampling, prompt, size, guidance, negative)
         asked = self.method if method is None else resolve_method(method)
         schedule = self.settings.schedules.choose(size, aspect)
         with self._lock() as nested:
@@ -267,6 +273,7 @@ class Pipeline:
             raise SettingError(
                 f"engine {self.engine!r} replays nothing: load the model on a GPU, with engine='graphs' or without an engine"
             )
+        prompt, size, guidance, negative = from_diffusers(sampling, prompt, size, guidance, negative)
         begun, graphs, kept = time.perf_counter(), self.captures.graphs, self.captures.bytes
         chosen, schedule = self.method if method is None else resolve_method(method), self.settings.schedules.choose(size, aspect)
         with self._lock() as nested:

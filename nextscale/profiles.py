@@ -151,6 +151,10 @@ class Profile:
                     f"after {before.label}"
                 )
 
+    def __repr__(self) -> str:
+        speeds = " to ".join(f"{point.speedup.value:.2f}x" for point in dict.fromkeys((self.points[0], self.points[-1])))
+        return f"Profile({self.described}: {len(self.points)} {'point' if len(self.points) == 1 else 'points'}, {speeds})"
+
     # --- points by what is asked for
 
     def fastest(self, lpips: float) -> Point:

@@ -67,6 +67,14 @@ class Report:
     loras: tuple[AppliedLora, ...] = ()  # adapters that were part of the weights
     edit: EditReport | None = None
 
+    def __repr__(self) -> str:
+        return f"Report({self.model}, {self.summary})"
+
+    @property
+    def summary(self) -> str:
+        """Size, method, time and MACs in one line."""
+        return f"{self.size[1]}x{self.size[0]}, {self.method}, {self.seconds:.2f} s, {self.cost_share:.0%} of dense MACs"
+
     @property
     def seconds(self) -> float:
         return self.condition_seconds + sum(stage.seconds for stage in self.stages) + self.decode_seconds

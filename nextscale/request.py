@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any, Union
 
@@ -20,6 +21,21 @@ from .prefix import checked_prefix
 from .sampling import ImageRng, Rng, Sampling, SharedRng, method_rng
 from .stage import Schedule, Stage
 from .text.prompts import Labels, PromptReader, Prompts
+from .validation import is_int, require
+
+DIFFUSERS = ("guidance_scale", "negative_prompt", "height", "width", "num_images_per_prompt")
+STEPS = "the size fixes the number of stages, and method='skip:last=2' runs fewer"
+EDIT = "pipe.edit(image, prompt, mask=..., strength=...) changes an image"
+INSTEAD = {  # arguments of other libraries, with the way to do it here
+    "num_inference_steps": STEPS,
+    "steps": STEPS,
+    "generator": "seed=... takes an int, one per image, or a torch.Generator",
+    "strength": EDIT,
+    "image": EDIT,
+    "mask_image": EDIT,
+    "output_type": "the output has images, pixels, latent and codes",
+    "callback_on_step_end": "on_stage=... is called after every stage",
+}
 
 SeedLike = Union[int, Sequence[int], torch.Generator, Rng, "Randomness", None]
 Revise = Callable[[Stage, Tensor], Tensor]
@@ -179,7 +195,34 @@ def build_request(
     )
 
 
+def from_diffusers(given: dict[str, Any], prompt: Any, size: Any, guidance: Any, negative: Any) -> tuple[Any, Any, Any, Any]:
+    """Returns the four arguments with those that `given` has under diffusers' names, and removes these from it."""
+    found = {name: value for name in DIFFUSERS if (value := given.pop(name, None)) is not None}
+    pairs = {"height": ("size", size), "width": ("size", size), "guidance_scale": ("guidance", guidance)}
+    for name, (own, value) in (pairs | {"negative_prompt": ("negative", negative)}).items():
+        if name in found and value is not None:
+            raise SettingError(f"{name} and {own} mean the same. Pass one of them.")
+    if ("height" in found) != ("width" in found):
+        raise SettingError("height and width must be given together; or pass size=(height, width).")
+    if (images := found.get("num_images_per_prompt")) is not None:
+        require(is_int(images, 1) and isinstance(prompt, str | int | list | tuple), "num_images_per_prompt", "an int, with texts", images)
+        prompt = [one for one in (prompt if isinstance(prompt, list | tuple) else [prompt]) for _ in range(images)]
+    size = (found["height"], found["width"]) if "height" in found else size
+    return prompt, size, found.get("guidance_scale", guidance), found.get("negative_prompt", negative)
+
+
+def require_arguments(pipe: Any, given: dict[str, Any]) -> None:
+    """Raises SettingError for an argument that neither the call nor the sampling takes."""
+    known = [one.name for one in fields(Sampling)]
+    for name in sorted(given.keys() - known):
+        names = [*known, *(one for one in type(pipe).__call__.__annotations__ if one not in ("sampling", "return"))]
+        close = difflib.get_close_matches(name, (*names, *DIFFUSERS), n=1)
+        advice = INSTEAD.get(name) or (f"did you mean {close[0]}?" if close else f"a call takes {', '.join(sorted(names))}")
+        raise SettingError(f"unknown setting {name}: {advice}")
+
+
 def resolve_sampling(pipe: Any, schedule: Schedule, changes: dict[str, Any]) -> Sampling:
+    require_arguments(pipe, changes)
     sampling = pipe.settings.sampling.changed(**changes)
     sampling.check(schedule)
     pipe.model.check_sampling(sampling)

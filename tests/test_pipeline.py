@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -494,8 +496,52 @@ def test_smoothing_needs_a_codebook_that_mixes(family: str) -> None:
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_unknown_settings_are_refused(family: str) -> None:
-    with pytest.raises(SettingError, match=r"unknown setting temprature; sampling takes .*temperature"):
+    with pytest.raises(SettingError, match=r"unknown setting temprature: did you mean temperature\?"):
         drawn(family, temprature=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("num_inference_steps", "skip:last=2"),
+        ("generator", "torch.Generator"),
+        ("strength", "pipe.edit"),
+        ("guidence", "did you mean guidance"),
+        ("negative_promt", "did you mean negative_prompt"),
+        ("unheard", "a call takes aspect, "),
+    ],
+)
+def test_words_of_other_libraries_are_answered(name: str, advice: str) -> None:
+    with pytest.raises(SettingError, match=f"unknown setting {name}: .*{advice}"):
+        tiny.shared_pipeline("var")(3, **{name: 1})
+
+
+def test_words_of_diffusers_are_known() -> None:
+    pipeline = tiny.shared_pipeline("var")
+    own = pipeline([3, 3, 7, 7], seed=4, guidance=3, negative=1)
+    tiny.assert_same_bits(pipeline([3, 7], seed=4, guidance_scale=3, negative_prompt=1, num_images_per_prompt=2), own)
+    assert pipeline(3, height=64, width=64).report.size == own.report.size
+    with pytest.raises(SizeError, match="8x4"):
+        pipeline(3, height=4, width=8)
+    for wrong in ({"guidance": 3, "guidance_scale": 3}, {"height": 8}, {"num_images_per_prompt": 0}, {"size": 64, "height": 8, "width": 8}):
+        with pytest.raises(SettingError, match="guidance_scale|height|num_images_per_prompt"):
+            pipeline(3, **wrong)
+
+
+def test_values_are_shown_in_one_line() -> None:
+    pipeline = tiny.fresh_pipeline("var")
+    assert repr(pipeline) == "Pipeline(tiny-var, cpu, float32)"
+    pipeline.accelerate("skip:last=1")
+    assert repr(pipeline) == "Pipeline(tiny-var, cpu, float32, SkipStages(last=1))"
+    output = pipeline([3, 7], seed=1)
+    shown = rf"8x8, SkipStages\(last=1\), \d+\.\d\d s, {output.report.cost_share:.0%} of dense MACs\)"
+    assert re.fullmatch(rf"Output\(2 images, {shown}", repr(output))
+    assert re.fullmatch(rf"Report\(tiny-var, {shown}", repr(output.report))
+    assert repr(pipeline(3)).startswith("Output(1 image, ")
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    assert nextscale.__version__ == version("nextscale")
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -644,7 +690,7 @@ def test_reports_become_plain_values() -> None:
     assert {"seconds", "sampling_seconds", "residual_seconds"} < plain["stages"][2].keys()
 
 
-@pytest.mark.parametrize("guidance", [1e300, -1e300, [1e300] * 9, ConstantGuidance(strength=1e300)], ids=str)
+@pytest.mark.parametrize("guidance", [1e300, ConstantGuidance(strength=-1e300), [1e300] * 9, ConstantGuidance(strength=1e300)], ids=str)
 def test_guidance_that_must_overflow_is_refused(guidance: Any) -> None:
     with pytest.raises(SettingError, match="guidance scales must be numbers from -10000 to 10000"):
         drawn("var", guidance=guidance)

@@ -69,13 +69,13 @@ def resolved_method(
     Raises SettingError if its settings do not fit.
     """
     from ..loading.load import without_weights
-    from ..methods.method import SelectionContext
+    from ..methods.method import SelectionContext, forecast_of
 
     model, tokenizer = without_weights(spec, torch_dtype("float32"), weights=weights)
     profiles = list(named_profiles(spec, weights).values()) if "alone" in method.exclusive else []
     context = SelectionContext(spec.name, model, device, tokenizer.pixels_per_token, profiles, schedule, batch, weights)
     resolved, _ = method.resolve(context)
-    resolved.forecast(model, schedule)
+    forecast_of(resolved, model, schedule)
     return resolved, context.size
 
 

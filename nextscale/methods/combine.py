@@ -14,7 +14,7 @@ from torch import Tensor
 from ..cache import CacheSpec, LayerCache, Workspace
 from ..errors import SettingError
 from ..stage import Schedule, Stage, Tokens
-from .method import Method, MethodRun, Plans, Restored, RunSetup, StagePlan, TokenCounts
+from .method import Method, MethodRun, Plans, Restored, RunSetup, StagePlan, TokenCounts, forecast_of, restored_by, run_of, selected_by
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
@@ -94,14 +94,14 @@ class Combined(Method):
             several = [type(method).__name__ for method in self.methods if kind in method.exclusive]
             if len(several) > 1:
                 raise SettingError(f"{REFUSAL} each of {' and '.join(several)} changes {kind}; {ADVICE}.")
-        forecasts = [method.forecast(model, schedule, guided, kept) for method in self.methods]
+        forecasts = [forecast_of(method, model, schedule, guided, kept) for method in self.methods]
         together = tuple(merged(plans, stage) for stage, plans in enumerate(zip(*forecasts, strict=True)))
         for method, alone in zip(self.methods, forecasts, strict=True):
             require_sources(alone, together, method.data_dependent)
         return together
 
     def start(self, setup: RunSetup) -> MethodRun:
-        return CombinedRun(tuple(method.start(setup) for method in self.methods))
+        return CombinedRun(tuple(run_of(method, setup) for method in self.methods))
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class CombinedRun(MethodRun):
 
     def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
         for run in self.runs:
-            tokens = run.select_tokens(x, tokens)
+            tokens = selected_by(run, x, tokens)
         return tokens
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
@@ -135,7 +135,7 @@ class CombinedRun(MethodRun):
     def restore(self, logits: Tensor, tokens: Tokens) -> Restored:
         source = None
         for run in reversed(self.runs):
-            logits, tokens, own = run.restore(logits, tokens)
+            logits, tokens, own = restored_by(run, logits, tokens)
             source = source if own is None else own
         return Restored(logits, tokens, source)
 

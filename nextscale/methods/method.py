@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cache import CacheSpec, LayerCache, Workspace, plain_cache
+from ..errors import SettingError
 from ..guidance import CfgBranches
 from ..models.context import ForwardContext
 from ..models.macs import SublayerTokens
@@ -284,3 +287,59 @@ class MethodRun:
     def state(self) -> list[Tensor]:
         """Returns the tensors that a run carries from stage to stage. Their shapes must not depend on the number of computed tokens."""
         return []
+
+
+# --- checks of what authors of methods write
+
+
+@cache
+def check_hooks(own: type, base: type) -> None:
+    """Raises SettingError unless every hook of a class takes the arguments of the base class's."""
+    for name, hook in vars(base).items():
+        if inspect.isfunction(hook) and not name.startswith("_") and inspect.isfunction(written := getattr(own, name)):
+            expected, given = inspect.signature(hook), inspect.signature(written)
+            named = {one.name: None for one in expected.parameters.values() if one.default is not one.empty}
+            try:
+                given.bind(*[None] * (len(expected.parameters) - len(named)), **named)
+            except TypeError:
+                words = [f"({', '.join(signature.parameters)})" for signature in (expected, given)]
+                raise SettingError(f"{own.__name__}.{name} must take {words[0]}; it takes {words[1]}.") from None
+
+
+def forecast_of(method: Method, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+    """Returns the method's plans. Raises SettingError unless there is one for each stage."""
+    check_hooks(type(method), Method)
+    plans = method.forecast(model, schedule, guided, kept)
+    if not isinstance(plans, tuple | list) or [type(plan) for plan in plans] != [StagePlan] * len(schedule):
+        got = f"{len(plans)} values" if isinstance(plans, tuple | list) else type(plans).__name__
+        raise SettingError(
+            f"{type(method).__name__}.forecast must return one StagePlan for each of the {len(schedule)} stages; got {got}. StagePlan() is"
+            " a dense stage."
+        )
+    return tuple(plans)
+
+
+def run_of(method: Method, setup: RunSetup) -> MethodRun:
+    """Begins the method's work on a request. Raises SettingError unless `start` returns a run."""
+    run = method.start(setup)
+    if not isinstance(run, MethodRun):
+        raise SettingError(f"{type(method).__name__}.start must return a MethodRun; got {type(run).__name__}. End it with `return`.")
+    check_hooks(type(run), MethodRun)
+    return run
+
+
+def selected_by(run: MethodRun, x: Tensor, tokens: Tokens) -> Tokens:
+    """Returns the tokens that a run keeps. Raises SettingError for another type."""
+    found = run.select_tokens(x, tokens)
+    if not isinstance(found, Tokens):
+        got = f"got {type(found).__name__}. `tokens.top(score, count)[1]` has them"
+        raise SettingError(f"{type(run).__name__}.select_tokens must return Tokens; {got}.")
+    return found
+
+
+def restored_by(run: MethodRun, logits: Tensor, tokens: Tokens) -> Restored:
+    """Returns what a run restores. Raises SettingError for another type."""
+    found = run.restore(logits, tokens)
+    if not isinstance(found, Restored):
+        raise SettingError(f"{type(run).__name__}.restore must return Restored(logits, tokens); got {type(found).__name__}.")
+    return found

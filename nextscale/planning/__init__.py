@@ -7,7 +7,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TypeVar
 
-from ..methods.method import Method, Plans, StagePlan
+from ..methods.method import Method, Plans, StagePlan, forecast_of
 from ..models.base import NextScaleModel
 from ..stage import Schedule
 from ..validation import is_hashable
@@ -25,7 +25,7 @@ class Planner:
     def __init__(self, model: NextScaleModel) -> None:
         self._model = model
         # Lambdas instead of bound methods: a reference cycle would keep the weights in GPU memory until garbage collection.
-        self._forecast = cached(lambda table, method, *request: method.forecast(model, *request))
+        self._forecast = cached(lambda table, method, *request: forecast_of(method, model, *request))
         self._cost = cached(lambda workload, plans, counts: request_cost(model, workload, plans, dict(counts)))
         self._bytes = cached(lambda dtype, kv_dtype, *request: reserved_bytes(model, *request))
 
