@@ -57,13 +57,10 @@ class HttpDoor:
 
     def _started(self) -> int:
         assert self._process.stderr is not None
-        port = 0
         for line in self._process.stderr:
-            if found := re.search(r"running on http://\S+:(\d+)", line):
-                port = int(found[1])
-            if "ready: " in line:
+            if found := re.search(r"API: http://\S+:(\d+)/", line):
                 ThreadPoolExecutor(1).submit(self._process.stderr.read)  # keeps the log pipe from filling up
-                return port
+                return int(found[1])
         raise RuntimeError(f"the server exited with code {self._process.wait()}")
 
     def ask(self, seed: int) -> Future[Answer]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ..errors import MissingExtra, SettingError
 from .options import DEFAULT_DEVICE, DEFAULT_MODEL, MACHINE, MODEL_HELP, FileOptions, Methods, Ray, option
 from .parse import parse_methods, parse_pairs, parse_ray, resolved_method, size_text
-from .show import show_next
 
 BATCHING, NETWORK = "Batching", "Network and security"  # panels of the help
 KEY_VARIABLE = "NEXTSCALE_API_KEY"
@@ -54,12 +52,13 @@ class NetworkOptions:
 
     host: Annotated[str, option("--host", "HOST", "Address; 0.0.0.0 opens it to other machines.", NETWORK)] = "127.0.0.1"
     port: Annotated[int, option("--port", "PORT", "Port; 0 picks a free one.", NETWORK, min=0, max=65535)] = 8000
-    root_path: Annotated[str, option("--root-path", "PATH", "Path under which a proxy publishes the server.", NETWORK)] = ""
+    root_path: Annotated[str, option("--root-path", "PATH", "Path prefix added by a reverse proxy, such as /images.", NETWORK)] = ""
     api_key_file: Annotated[
         Path | None, option("--api-key-file", "FILE", f"API keys, one per line; or set {KEY_VARIABLE} to a key.", NETWORK)
     ] = None
     cors_origins: Annotated[Texts, option("--cors-origin", "ORIGIN", "Allow pages of this origin; can be repeated.", NETWORK)] = None
     allowed_hosts: Annotated[Texts, option("--allow-host", "NAME", "Another host name of this server; can be repeated.", NETWORK)] = None
+    log_format: Annotated[Literal["text", "json"], option("--log-format", "FORMAT", "Log lines as text or json.", NETWORK)] = "text"
     log_prompts: Annotated[bool, option("--log-prompts", None, "Write prompts into the log.", NETWORK)] = False
     limit: Annotated[
         Texts,
@@ -99,6 +98,7 @@ def serve(
             import_module(package)
         except ImportError as error:
             raise MissingExtra(f"`nextscale serve` needs the package {package}: pip install 'nextscale[serve]'") from error
+    from ..serve.log import configure_log
     from ..serve.run import serve as run
     from ..serve.service import Content, Warmup
     from ..serve.settings import Limits, ServeSettings, parse_aliases, read_api_keys
@@ -117,9 +117,8 @@ def serve(
         **{name: value for name, value in limits.items() if name in TIMEOUTS},
     )
     aliases = parse_aliases(model.alias or [], names)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    configure_log(network.log_format == "json")
     content = Content(names, devices, model.open, aliases, named, warmups)
-    show_next(f"open http://{network.host}:{network.port} when the server is ready, or use it as base_url of OpenAI's client")
     if ray is None:
         run(content, settings)
         return

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -91,8 +92,15 @@ def create_app(service: Service) -> FastAPI:
     async def compare(request: Request) -> dict[str, Any]:
         return await comparer.answer(request)
 
-    async def http_error(_: Request, error: Exception) -> Response:
-        return as_api_error(error).response
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        asked = f"{request.method} {request.url.path[:80]!r}"
+        if error.status_code == 404:
+            listed = [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema and "{" not in route.path]
+            error.detail = f"{asked} does not exist. This server has {', '.join(f'{min(one.methods)} {one.path}' for one in listed)}."
+        elif error.status_code == 405:
+            error.detail = f"{asked} is not allowed. Use {(error.headers or {}).get('Allow', 'another method')}."
+        raise as_api_error(error)  # for the log line of the gate
 
     app.mount(OPEN_FOLDER.rstrip("/"), StaticFiles(directory=STUDIO), name="studio")
     app.add_exception_handler(HTTPException, http_error)

@@ -20,7 +20,7 @@ from ..request import check_plans, image_seeds, resolve_sampling
 from ..schedules import InfinitySchedules
 from ..stage import Schedule
 from ..text.prompts import ClassReader
-from .errors import ApiError, as_api_error, refused
+from .errors import FEWER_STAGES, ApiError, as_api_error, refused
 from .schema import ImageRequest
 from .settings import Limits
 
@@ -28,11 +28,11 @@ SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
 METHOD = re.compile(r"(?:[\w\s:=,+\-\[\]{}()'\"]|\.(?![A-Za-z_.]))*")  # no slash and no file ending: nothing in it can be a file
 SAMPLING = ("temperature", "top_k", "top_p", "greedy")
 UNSUPPORTED: Mapping[str, tuple[Sequence[str], str]] = {  # field to the values that are accepted, and the remedy for others
-    "quality": (("auto", "standard"), "leave it out, and choose between speed and quality with method"),
-    "background": (("auto", "opaque"), "the models generate opaque images"),
-    "response_format": (("b64_json",), "no image is stored, so there is no address; use b64_json"),
-    "style": ((), "describe it in the prompt"),
-    "num_inference_steps": ((), "the size sets the stages; stop_after_stage and method run fewer"),
+    "quality": (("auto", "standard"), "Leave it out; use method to trade quality for speed."),
+    "background": (("auto", "opaque"), "The models generate opaque images."),
+    "response_format": (("b64_json",), "Images are not stored and have no address; use b64_json."),
+    "style": ((), "Describe it in the prompt."),
+    "num_inference_steps": ((), FEWER_STAGES),
 }
 
 
@@ -105,8 +105,8 @@ class Served:
                 return book.choose(None if size == "auto" else size, request.aspect)
             if found := SIZE.fullmatch(size):
                 return book.choose((int(found[2]), int(found[1])), request.aspect)
-            offers = [f"{width}x{height}" for width, height in sorted({(width, height) for height, width in book.offers()})]
-            raise refused("size", f"size must be auto or WIDTHxHEIGHT, such as {', '.join([*budgets, *offers])}; got {size!r}")
+            examples = ", ".join([text_of(self.pixels(self.default)), *budgets])
+            raise refused("size", f"size must be auto, WIDTHxHEIGHT or a pixel budget, such as {examples}; got {size!r}")
 
     def plans(self, method: Method, schedule: Schedule, guided: ResolvedGuidance, param: str) -> Sequence[Any]:
         """Returns the plans of all stages. Raises ApiError if the method does not fit the model and the size."""
@@ -212,7 +212,7 @@ def require_supported(request: ImageRequest) -> None:
     for param, (accepted, remedy) in UNSUPPORTED.items():
         value = getattr(request, param)
         if value is not None and value not in accepted:
-            raise refused(param, f"unsupported value for {param}: {value!r}; {remedy}", "unsupported_value")
+            raise refused(param, f"{param}={value!r} is not supported. {remedy}", "unsupported_value")
     if request.output_compression is not None and (request.output_format or "png") == "png":
         raise refused("output_compression", "output_compression must be left out for png, which is lossless")
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
@@ -21,7 +22,10 @@ from ..errors import (
     TextEncoderUnavailable,
     UnknownModel,
 )
+from .schema import ImageRequest
 
+FEWER_STAGES = "The size sets the number of stages; the method 'skip:last=2' runs fewer."
+OTHER_NAMES = {"cfg": "guidance_scale", "cfg_scale": "guidance_scale", "num_images": "n", "num_images_per_prompt": "n"}  # of fields
 NO_RETRY = {"x-should-retry": "false"}
 LOADING_SECONDS = 2.0
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}  # others are invalid_request_error or, from 499 on, server_error
@@ -37,6 +41,8 @@ class ApiError(Exception):
         self.status, self.headers = status, headers
         kind = KINDS.get(status, "server_error" if status >= 499 else "invalid_request_error")
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        named = param is not None and len(param) < 40 and param.isidentifier()
+        self.reason = f"{code or kind} {param}" if named else code or kind  # of the log, since messages may quote prompts
 
     @property
     def response(self) -> JSONResponse:
@@ -81,10 +87,10 @@ def as_api_error(error: Exception, param: str | None = None) -> ApiError:
         case JobCancelled():
             return ApiError(499, text, "cancelled")
         case NonFiniteLogits() | TextEncoderUnavailable():
-            return ApiError(500, "the model could not generate this: see the server's log", "model_failed", headers=NO_RETRY)
+            return ApiError(500, "the model could not generate this; the server's log has the reason", "model_failed", headers=NO_RETRY)
         case NextscaleError():
             return ApiError(400, text, "invalid_value", param)
-    return ApiError(500, "the server failed on this request: see its log", "internal_error")
+    return ApiError(500, "the server failed on this request; its log has the reason", "internal_error")
 
 
 def invalid_body(error: ValidationError) -> ApiError:
@@ -95,7 +101,15 @@ def invalid_body(error: ValidationError) -> ApiError:
         case "missing":
             return refused(param or "prompt", f"{param} is required", "missing_required_parameter")
         case "extra_forbidden":
-            return refused(param or "body", f"unknown field {str(param)[:80]!r}: leave it out", "unknown_parameter")
+            return refused(param or "body", f"unknown field {str(param)[:80]!r}. {advice(str(param))}", "unknown_parameter")
         case "json_invalid":
-            return ApiError(400, f"the body is no JSON: {found['msg']}", "invalid_json")
-    return ApiError(400, f"{param or 'body'}: {found['msg']}", "invalid_value", param)
+            return ApiError(400, f"the body is not valid JSON: {found['msg']}", "invalid_json")
+    return ApiError(400, f"{param or 'body'} {found['msg'].replace('Input should', 'must', 1)}", "invalid_value", param)
+
+
+def advice(field: str) -> str:
+    """Returns the remedy for an unknown field of a body."""
+    if "steps" in field:
+        return FEWER_STAGES
+    close = [OTHER_NAMES[field]] if field in OTHER_NAMES else get_close_matches(field, ImageRequest.model_fields, 1)
+    return f"Did you mean {close[0]!r}?" if close else "Leave it out."

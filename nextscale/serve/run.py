@@ -1,14 +1,17 @@
 """Runs the server until a signal; then accepted requests finish and new ones are refused."""
 
 import asyncio
+import errno
 import logging
 import os
+import socket
 import sys
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
+from ..errors import SettingError
 from .app import create_app
 from .service import Content, Service
 from .settings import ServeSettings
@@ -59,10 +62,10 @@ class DrainingServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         seconds = self._service.settings.shutdown_timeout
-        log.info("draining: accepted requests have %.0f s to finish", seconds)
+        log.info("shutting down: accepted requests have %.0f s to finish", seconds)
         self.in_time = await asyncio.to_thread(self._service.drain, seconds)
         if not self.in_time:
-            log.warning("requests were not finished in %.0f s and are given up", seconds)
+            log.warning("some requests did not finish in %.0f s and fail", seconds)
             await asyncio.to_thread(self._service.close)
         self.should_exit = True
 
@@ -80,16 +83,29 @@ def http_server(service: Service) -> DrainingServer:
     return DrainingServer(config, service)
 
 
+def listen(settings: ServeSettings) -> socket.socket:
+    """Opens the port before the models are loaded. Raises SettingError if it is not free."""
+    host, port = settings.host.strip("[]"), settings.port
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise SettingError(f"port {port} of {host} is taken. Try --port {port + 1}, or --port 0 for any free port.") from error
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        raise SettingError(f"the server cannot listen on {host}, port {port} ({reason}). Check --host and --port.") from error
+
+
 def serve(content: Content, settings: ServeSettings) -> None:
     """Serves until a signal. Raises the error of loading the models."""
-    service = Service(content, settings)
+    listening = listen(settings)
+    service = Service(content, settings.model_copy(update={"port": listening.getsockname()[1]}))
     if not settings.loopback and not settings.api_keys:
         log.warning("%s can be reached from other machines without an API key: use --api-key-file", settings.host)
-    http_server(service).run()
+    http_server(service).run([listening])
     if service.error is not None:
         raise service.error
     if not service.close():
-        log.warning("a worker is still running a stage: the process ends without it")
+        log.warning("a worker is still running a stage; the process ends without it")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -17,9 +17,11 @@ from .settings import ServeSettings, host_of
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = ("/", "/livez", "/readyz", "/openapi.json")
+HEALTH = ("/livez", "/readyz")
+OPEN_PATHS = ("/", "/openapi.json", *HEALTH)
 OPEN_FOLDER = "/studio/files/"  # the page; its requests need a key
 COMPARE_PATH = "/studio/compare"
+WRONG_KEY = ("the API key was not accepted", "invalid_api_key")
 HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -54,7 +56,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id, begun, status = f"req_{secrets.token_hex(12)}", time.monotonic(), 0
+        request_id, begun, status, reason = f"req_{secrets.token_hex(12)}", time.monotonic(), 0, ""
         root, path = self._settings.root_path, scope["path"]
         path = path.removeprefix(root) if path.startswith(f"{root}/") else path  # proxies may strip the root path or pass it on
         scope = {**scope, "root_path": root, "path": root + path}
@@ -75,24 +77,30 @@ class Gate:
         except Exception as error:
             found = as_api_error(error)
             if found.status == 500:
-                log.error("%s failed", request_id, exc_info=error)
+                log.error("%s failed", request_id, exc_info=error, extra={"fields": {"request_id": request_id}})
+            reason = found.reason
             if status:  # the answer has begun: only the connection can be ended
                 raise
             await found.response(scope, receive, answer)
         finally:
             seconds = time.monotonic() - begun
-            log.info("%s %s %r %d %.0f ms", request_id, scope["method"], scope["path"], status, 1000 * seconds)
+            if status >= 400 or not (path in HEALTH or path.startswith(OPEN_FOLDER)):
+                names = ("request_id", "method", "path", "status", "reason", "ms")
+                fields = dict(zip(names, (request_id, scope["method"], scope["path"], status, reason, round(1000 * seconds)), strict=True))
+                text = "%(request_id)s %(method)s %(path)r %(status)d" + ", %(reason)s" * bool(reason) + ", %(ms)d ms"
+                log.info(text, fields, extra={"fields": fields})
             self._metrics.request_ended(path, status, seconds)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
         """Raises ApiError for a refused request. path: from the scope, since request.url may be built from the Host header."""
         names = self._settings.host_names
         if names is not None and host_of(headers.get("host", "")) not in names:
-            raise ApiError(421, "unknown host name: use localhost, or start the server with --allow-host", "wrong_host")
+            raise ApiError(421, "unknown host name. Use localhost, or start the server with --allow-host NAME.", "wrong_host")
         is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER) or method == "OPTIONS"
         if not is_open and not self._keys.allow(headers.get("authorization")):
-            message = "this server needs an API key: send the header Authorization: Bearer KEY"
-            raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
+            sent, code = ("no API key was sent", "missing_api_key") if "authorization" not in headers else WRONG_KEY
+            message = f"{sent}. Send the header `Authorization: Bearer KEY` with a key of this server."
+            raise ApiError(401, message, code, headers={"www-authenticate": "Bearer"})
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > self._most_bytes(path):
             raise self._too_large(path)

@@ -14,7 +14,7 @@ from ..errors import NextscaleError, SettingError
 from ..methods.registry import resolve_method
 from ..pipeline import Pipeline
 from ..text.prompts import ClassReader
-from .catalogue import SIZE, Catalogue, ParsedRequest, Served
+from .catalogue import SIZE, Catalogue, ParsedRequest, Served, text_of
 from .errors import retry_later
 from .metrics import ServeMetrics
 from .settings import ServeSettings
@@ -98,7 +98,14 @@ class Service:
         if self._draining:
             self._batcher.drain(0)
         self.catalogue = catalogue
-        log.info("ready: %s", ", ".join(content.models))
+        log.info("%s", self.described(devices))
+
+    def described(self, devices: Sequence[Mapping[str, Pipeline]]) -> str:
+        """Returns the line of the log that says what is served, and where."""
+        where = ", ".join(str(next(iter(pipelines.values())).model.device) for pipelines in devices)
+        models = [f"{name} ({str(pipeline.model.dtype).removeprefix('torch.')})" for name, pipeline in devices[0].items()]
+        address = self.settings.address
+        return f"serving {' and '.join(models)} on {where}, method {self.content.method}. API: {address}/v1, studio: {address}/"
 
     def drain(self, seconds: float) -> bool:
         """Refuses new requests and finishes accepted ones. Returns False if time ran out."""
@@ -122,7 +129,7 @@ class Service:
 
     def require_catalogue(self) -> Catalogue:
         if self.catalogue is None:
-            raise retry_later(503, "the models are being loaded: try again soon", "loading")
+            raise retry_later(503, "the models are being loaded. Try again soon.", "loading")
         return self.catalogue
 
     def submit(self, parsed: ParsedRequest, watch: Watch | None = None) -> Handle:
@@ -153,5 +160,5 @@ def warm_up(pipeline: Pipeline, warmups: Sequence[Warmup], method: str) -> None:
             try:
                 pipeline(prompts, seed=0, size=warmup.size, method=chosen, warmup=True)
             except NextscaleError as error:
-                raise NextscaleError(f"warm-up of {pipeline.name}, {batch} image(s) of {warmup.size}: {error}") from error
-            log.info("warmed up %s, %d image(s) of %s: %.1f s", pipeline.name, batch, warmup.size, time.monotonic() - begun)
+                raise NextscaleError(f"warm-up of {pipeline.name}, {batch} image(s) of {text_of(warmup.size)}: {error}") from error
+            log.info("warmed up %s, %d image(s) of %s: %.1f s", pipeline.name, batch, text_of(warmup.size), time.monotonic() - begun)

@@ -83,6 +83,11 @@ class ServeSettings(Settings):
     limits: Limits = Limits()
 
     @property
+    def address(self) -> str:
+        host = self.host.strip("[]")
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}{self.root_path}"
+
+    @property
     def loopback(self) -> bool:
         """True if only this machine can reach the server."""
         if host_of(self.host) in LOOPBACK_NAMES:

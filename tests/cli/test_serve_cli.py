@@ -47,7 +47,7 @@ def test_every_option_arrives(started: list[tuple[Content, ServeSettings]], tmp_
         "-m nano -m infinity-125m --alias gpt-image-1=nano --method fastvar --method skip:last=1 --host 0.0.0.0 --port 9000 --max-batch 4"
         f" --batch-delay-ms 20 --max-queue 9 --api-key-file {keys} --warmup 256x256:1,4 --cors-origin https://a.example --device cpu"
         " --limit shutdown_timeout=5 --limit request_timeout=7 --limit images=2 --limit pixels=1000000 --limit prompt_chars=100"
-        " --allow-host b.example --log-prompts --same-images"
+        " --allow-host b.example --log-prompts --log-format json --same-images"
     )
     result = invoke(*words.split())
     assert result.exit_code == 0, result.output

@@ -248,6 +248,20 @@ def test_what_cannot_be_honoured_is_refused_with_its_field(server: Live, param: 
     assert answer.error["message"] and answer.error["type"] == "invalid_request_error" and answer.headers["x-request-id"].startswith("req_")
 
 
+@pytest.mark.parametrize(
+    ("field", "remedy"),
+    [("steps", "skip:last=2"), ("guidance", "'guidance_scale'"), ("cfg_scale", "'guidance_scale'"), ("negative", "'negative_prompt'")],
+)
+def test_unknown_fields_have_a_remedy(server: Live, field: str, remedy: str) -> None:
+    assert remedy in server.generate(prompt="a fox", **{field: 3}).error["message"]
+
+
+def test_sizes_are_width_and_height_in_errors_too(server: Live) -> None:
+    nearest = server.generate(prompt="a fox", model="nano", size="300x200").error["message"].partition("nearest: ")[2].split(", ")
+    assert all(int(width) > int(height) for width, height in (size.split("x") for size in nearest))
+    assert server.generate(prompt="a fox", model="nano", size=nearest[0], method="skip:last=9").json["size"] == nearest[0]
+
+
 def test_fields_that_clients_send_by_habit_are_taken(server: Live) -> None:
     habits = {
         "quality": "auto",
@@ -310,8 +324,10 @@ def test_tokens_that_methods_save_are_counted(server: Live) -> None:
 
 
 def test_unknown_paths_and_methods_have_the_error_object(server: Live) -> None:
-    assert server.ask("/v1/nothing").status == 404 and server.ask("/v1/nothing").error["code"] == "not_found"
-    assert server.ask(PATH).status == 405 and "message" in server.ask(PATH).error
+    unknown, wrong = server.ask("/v1/nothing"), server.ask(PATH)
+    assert (unknown.status, unknown.error["code"]) == (404, "not_found")
+    assert all(text in unknown.error["message"] for text in ("GET '/v1/nothing'", f"POST {PATH}", "GET /v1/models"))
+    assert (wrong.status, wrong.error["code"]) == (405, "method_not_allowed") and "Use POST" in wrong.error["message"]
     assert server.ask("/studio/files/../../settings.py").status == 404
     assert server.ask("/studio/files/%2e%2e/settings.py").status == 404
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -287,13 +288,10 @@ def process(*options: str) -> tuple[subprocess.Popen[str], int]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROJECT)}
     command = [sys.executable, "-m", "nextscale", "serve", "--port", "0", "--device", "cpu", *options]
     started = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment)
-    port = 0
     assert started.stderr is not None
     for line in started.stderr:
-        if "running on http://" in line:
-            port = int(line.split("http://")[1].split()[0].rpartition(":")[2])
-        if "ready: " in line:
-            return started, port
+        if found := re.search(r"API: http://127.0.0.1:(\d+)/v1", line):
+            return started, int(found[1])
     raise AssertionError(f"it ended with {started.wait()}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import logging
 import socket
 from pathlib import Path
@@ -15,8 +16,10 @@ from starlette.datastructures import URL
 
 from nextscale.errors import DeadlinePassed, NextscaleError, OutOfMemory, SettingError
 from nextscale.serve import compare
+from nextscale.serve.log import JsonFormatter
+from nextscale.serve.run import listen, serve
 from nextscale.serve.security import Keys
-from nextscale.serve.service import Warmup
+from nextscale.serve.service import Content, Service, Warmup
 from nextscale.serve.settings import Limits, ServeSettings, host_of, parse_aliases, read_api_keys
 from tests.helpers.serving import PATH, Steered, live, wait_until
 from tests.helpers.tiny import shared_pipeline
@@ -38,6 +41,7 @@ def test_only_keys_of_the_file_are_let_in(tmp_path: Path) -> None:
             for path in ("/v1/models", "/metrics", "/studio/options"):
                 refused = server.ask(path, headers=wrong)
                 assert refused.status == 401 and refused.error["type"] == "authentication_error" and refused.headers["www-authenticate"]
+                assert refused.error["code"] == ("invalid_api_key" if wrong else "missing_api_key")
         assert server.ask(PATH, {"prompt": "a fox"}).status == 401
         assert server.ask(PATH, {"prompt": "a fox"}, {"authorization": f"Bearer {KEYS[1]}"}).status == 200
         for path in ("/livez", "/readyz", "/", "/studio/files/main.js"):
@@ -125,10 +129,13 @@ def test_refusals_have_cors_headers_and_one_line_of_the_log(caplog: pytest.LogCa
         pipe.fails = lambda prompts: DeadlinePassed("too late")
         answers.append(server.ask(PATH, {"prompt": "a fox"}, own))
         assert [answer.status for answer in answers] == [400, 401, 404, 405, 413, 421, 429, 503, 504]
+        assert "400, unsupported_value quality, " in caplog.text and "401, missing_api_key, " in caplog.text
+        for path in ("/livez", "/readyz", "/studio/files/main.js"):
+            assert server.ask(path).status == 200 and path not in caplog.text
         with socket.create_connection(("127.0.0.1", server.port)) as leaving:
             head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[0]}\r\nContent-Type: application/json\r\n"
             leaving.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
-        wait_until(lambda: " 499 " in caplog.text)  # logged when the answer is sent
+        wait_until(lambda: " 499, " in caplog.text)  # logged when the answer is sent
         assert lines() == [("INFO", False)] * (len(answers) + 1)
         caplog.clear()
         pipe.fails = lambda prompts: KeyError("a fault of ours")
@@ -137,6 +144,34 @@ def test_refusals_have_cors_headers_and_one_line_of_the_log(caplog: pytest.LogCa
         assert answers[-1].status == 500
     assert all(answer.headers["access-control-allow-origin"] == "https://page.example" for answer in answers)
     assert all("retry-after" in answer.headers["access-control-expose-headers"] for answer in answers)
+
+
+def test_a_start_is_one_line_and_lines_may_be_json() -> None:
+    pipe = shared_pipeline("infinity")
+    content = Content(("tiny",), (None,), lambda name, device: pipe, {}, "skip:last=1")
+    service = Service(content, ServeSettings(host="::1", port=9000, root_path="/images"))
+    assert service.described([{"tiny": pipe}]) == (
+        "serving tiny (float32) on cpu, method skip:last=1. API: http://[::1]:9000/images/v1, studio: http://[::1]:9000/images/"
+    )
+    record = logging.LogRecord("x", logging.ERROR, "", 0, "%d\n", (7,), (KeyError, KeyError("gone"), None))
+    record.fields = {"status": 500}
+    line = JsonFormatter().format(record)
+    entry = json.loads(line)
+    assert (
+        "\n" not in line and (entry["level"], entry["message"], entry["status"]) == ("ERROR", "7\n", 500) and "gone" in entry["traceback"]
+    )
+
+
+def test_a_taken_port_is_refused_before_anything_is_loaded() -> None:
+    def load(name: str, device: str | None) -> Any:
+        raise AssertionError("loaded")
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SettingError, match=rf"--port {port + 1}"):
+            serve(Content(("tiny",), (None,), load, {}), ServeSettings(port=port))
+    with pytest.raises(SettingError, match="--host"):
+        listen(ServeSettings(host="192.0.2.1"))  # an address of documentation, which no machine has
 
 
 def test_a_proxy_may_publish_the_server_under_a_path() -> None:
