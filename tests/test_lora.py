@@ -17,6 +17,7 @@ from nextscale.errors import CheckpointError, SettingError
 from nextscale.lora import weights_of
 from nextscale.models.quantization import Fp8Linear, QuantizedLinear, quantize_blocks
 from nextscale.pipeline import Pipeline
+from tests.helpers.cli import run_cli
 from tests.helpers.tape import Tape, play_graphs_on_the_cpu
 from tests.helpers.tiny import FAMILIES, assert_same_bits, fresh_pipeline, one_prompt, prompts
 
@@ -442,6 +443,49 @@ def test_peft_reads_what_is_written(tmp_path: Path) -> None:
     for name in found:
         place = places[f"{name}.weight"]
         torch.testing.assert_close(model.get_submodule(name).weight.detach(), weights[place.parameter][place.rows], rtol=0, atol=1e-6)
+
+
+# --- the command line
+
+
+def test_commands_take_adapters(tmp_path: Path) -> None:
+    pipe = nextscale.load("nano", device="cpu")
+    ink = write(tmp_path / "ink", updates(pipe, targets(pipe)[:4], size=0.05))
+    common = ("generate", "a red apple", "--size", "128x128", "--device", "cpu", "--out", tmp_path / "images")
+    found = run_cli(*common, "--lora", f"{ink}:0.5", "--report", tmp_path / "report.json")
+    assert found.exit_code == 0, found.output
+    report = json.loads((tmp_path / "report.json").read_text())
+    (applied,) = report["calls"][0]["loras"]
+    assert (applied["name"], applied["scale"]) == ("ink", 0.5)
+    missing = run_cli(*common, "--lora", tmp_path / "none")
+    assert missing.exit_code == 2 and "none" in missing.output
+
+
+def test_a_run_of_sample_is_bound_to_its_adapters(tmp_path: Path) -> None:
+    pipe = nextscale.load("nano", device="cpu")
+    names = targets(pipe)[:2]
+    ink = write(tmp_path / "ink", updates(pipe, names, size=0.05))
+    (tmp_path / "prompts.txt").write_text("a red apple\n")
+    run = ("sample", "--prompts", tmp_path / "prompts.txt", "--size", "128x128", "--device", "cpu", "--out", tmp_path / "images")
+    assert run_cli(*run, "--lora", ink).exit_code == 0
+    for other in ((), ("--lora", f"{ink}:0.5")):
+        refused = run_cli(*run, *other)
+        assert refused.exit_code != 0 and "lora" in refused.output
+    write(ink, updates(pipe, names, seed=1, size=0.05))
+    refused = run_cli(*run, "--lora", ink)
+    assert refused.exit_code != 0 and "lora" in refused.output
+
+
+def test_torch_files_are_converted(tmp_path: Path) -> None:
+    pipe = nextscale.load("nano", device="cpu")
+    found = updates(pipe, targets(pipe)[:2], size=0.05)
+    torch.save(flat(found, "lora_A", "lora_B"), tmp_path / "research.pt")
+    done = run_cli("convert", "-m", "nano", "--part", "lora", tmp_path / "research.pt", tmp_path / "research.safetensors")
+    assert done.exit_code == 0, done.output
+    assert pipe.load_lora(tmp_path / "research.safetensors") == "research"
+    torch.save({"a": found}, tmp_path / "objects.pt")
+    refused = run_cli("convert", "-m", "nano", "--part", "lora", tmp_path / "objects.pt", tmp_path / "objects.safetensors")
+    assert refused.exit_code == 2 and not (tmp_path / "objects.safetensors").exists()
 
 
 # --- hostile files

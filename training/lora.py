@@ -23,7 +23,6 @@ from nextscale.errors import OutOfMemory, SettingError
 from nextscale.io import to_pil, write_image
 from nextscale.lora import weights_of
 from nextscale.models import Infinity
-from nextscale.models.blocks import Block
 from nextscale.models.context import Conditioning
 from nextscale.models.text_context import TextContext
 from nextscale.pipeline import Pipeline
@@ -32,7 +31,7 @@ from nextscale.stage import Schedule
 from nextscale.text import TextFeatures
 from nextscale.tokenizers import InfinityTokenizer
 
-from .forcing import ForcedPass, forced_block, forced_pyramid
+from .forcing import BlockParts, ForcedPass, forced_pyramid
 from .lora_data import Bucket, Captioned, encoded, split
 from .run import Budget, Run, memory_errors
 
@@ -41,6 +40,8 @@ BETAS, LONGEST_GRADIENT = (0.9, 0.97), 5.0
 SAMPLES = 4  # validation images
 KEPT_FLOATS = 34  # of a block's activations per token and channel, without gradient checkpointing
 CHECKPOINT_FROM = 2 * 2**30  # bytes of activations from which blocks are computed twice instead
+RECOMPUTED_FLOATS = 12  # then: inputs of attention and of the parts of a block
+RECOMPUTED = BlockParts(*(partial(checkpoint, part, use_reentrant=False) for part in BlockParts()))
 
 
 @dataclass(frozen=True)
@@ -97,16 +98,14 @@ class Adapters(nn.Module):
         self.places = {name: layer for name, layer in places.items() if "block" in name and any(part in name for part in chosen)}
         self.model = [model]  # a list, so that it is not a part of the state
         scale = settings.alpha / settings.rank
-        self.layers = nn.ModuleList(
-            AdapterLinear(as_linear(model, layer), settings.rank, scale, generator) for layer in self.places.values()
-        )
+        self.each = [AdapterLinear(as_linear(model, layer), settings.rank, scale, generator) for layer in self.places.values()]
+        self.layers = nn.ModuleList(self.each)
         self.alpha = settings.alpha
 
     def put(self, adapted: bool) -> None:
         """Places the trained layers, or the base's, into the model."""
-        for layer, module in zip(self.places.values(), self.layers, strict=True):
+        for layer, module in zip(self.places.values(), self.each, strict=True):
             owner, _, leaf = layer.rpartition(".")
-            assert isinstance(module, AdapterLinear)
             setattr(self.model[0].get_submodule(owner), leaf, module if adapted else module.base)
 
     @contextmanager
@@ -118,9 +117,9 @@ class Adapters(nn.Module):
             self.put(False)
 
     def trained(self) -> list[nn.Parameter]:
-        return [parameter for module in self.layers for parameter in (module.down, module.up)]
+        return [parameter for module in self.each for parameter in (module.down, module.up)]
 
-    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
         """Returns what was trained, without the base's weights."""
         return {name: value for name, value in super().state_dict(*arguments, **options).items() if ".base." not in name}
 
@@ -131,7 +130,7 @@ class Adapters(nn.Module):
         return missing, unexpected
 
     def save(self, folder: Path, model: str) -> None:
-        found = {name: LowRank(module.down, module.up) for name, module in zip(self.places, self.layers, strict=True)}
+        found = {name: LowRank(module.down, module.up) for name, module in zip(self.places, self.each, strict=True)}
         write_peft(folder, found, alpha=self.alpha, model=model)
 
 
@@ -204,7 +203,7 @@ class LoraTrainer:
     def forced_pass(self, schedule: Schedule) -> ForcedPass:
         if schedule not in self._passes:
             dear = self.activations(schedule) > CHECKPOINT_FROM
-            self._passes[schedule] = ForcedPass(self.model, schedule, len(schedule), recomputed_block if dear else forced_block)
+            self._passes[schedule] = ForcedPass(self.model, schedule, len(schedule), RECOMPUTED if dear else BlockParts())
         return self._passes[schedule]
 
     def activations(self, schedule: Schedule) -> int:
@@ -250,14 +249,7 @@ class LoraTrainer:
         forced = self.forced_pass(bucket.schedule)
         features = bucket.features[chosen.to(bucket.features.device)].float().to(self.device)
         pyramid = forced_pyramid(self.tokenizer, features, bucket.schedule, len(bucket.schedule), flips, self._generator)
-        logits = forced.logits(pyramid.seen, self.condition(bucket.text.take(chosen.tolist()), dropped))
-        losses = F.binary_cross_entropy_with_logits(logits, pyramid.bits.float(), reduction="none").mean(dim=(0, 2))
-        right = ((logits > 0) == pyramid.bits).float().mean(dim=(0, 2))
-        cells = [stage.cells for stage in forced.stages]
-        return (
-            torch.stack([part.mean() for part in losses.split(cells)]),
-            torch.stack([part.mean() for part in right.detach().split(cells)]),
-        )
+        return forced.bit_losses(pyramid, self.condition(bucket.text.take(chosen.tolist()), dropped))
 
     def condition(self, text: TextFeatures, dropped: Tensor) -> Conditioning:
         rows, lengths = text.to(self.device).unpadded().compact()
@@ -294,7 +286,7 @@ class LoraTrainer:
     def require_gradients(self, buckets: Sequence[Bucket]) -> None:
         """Raises SettingError unless every trained layer takes part in the loss. One whose weight is read past it would learn nothing."""
         with self.adapters.in_place():
-            ups = [module.up for module in self.adapters.layers]
+            ups = [module.up for module in self.adapters.each]
             with torch.no_grad():
                 for up in ups:
                     up.fill_(1e-4)  # zeros would hide the gradient of the other factor
@@ -314,8 +306,8 @@ class LoraTrainer:
         trained = 16 * sum(parameter.numel() for parameter in self.adapters.trained())  # weight, gradient, two moments
         largest = max((bucket.schedule for bucket in buckets), key=lambda schedule: schedule.tokens)
         kept = self.activations(largest)
-        if kept > CHECKPOINT_FROM:  # inputs of all blocks, and everything of one
-            kept = kept // self.model.config.depth + kept // KEPT_FLOATS
+        if kept > CHECKPOINT_FROM:
+            kept = kept * RECOMPUTED_FLOATS // KEPT_FLOATS
         print(
             f"memory: weights {weights / 2**30:.2f} GiB, adapter and optimizer {trained / 2**30:.2f} GiB, "
             f"activations about {kept / 2**30:.2f} GiB at {self.settings.at_once} pictures at once",
@@ -324,12 +316,6 @@ class LoraTrainer:
         free = free_memory(self.device)
         if free is not None and trained + kept > free:
             raise OutOfMemory(f"{free / 2**30:.2f} GiB are free: set at_once lower, or train at a smaller --size.")
-
-
-def recomputed_block(block: Block, *arguments: Any) -> Tensor:
-    """Runs a block that keeps its input only and is computed again in the backward pass."""
-    found: Tensor = checkpoint(forced_block, block, *arguments, use_reentrant=False)
-    return found
 
 
 def samples(pipe: Pipeline, prompts: list[str], size: SizeLike, seed: int, adapter: Path | None = None) -> Image.Image:

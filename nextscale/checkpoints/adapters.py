@@ -16,7 +16,8 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..io import regular, write_text
 from ..serialization import listed
-from .files import DOWNLOAD_AGAIN, read_object
+from .files import DOWNLOAD_AGAIN, open_checkpoint, read_object
+from .layout import Layout
 from .weights import write_whole
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -31,7 +32,7 @@ TENSOR = re.compile(
     r"(?P<module>.+?)\.(?:(?P<down>lora_A|lora_down)|(?P<up>lora_B|lora_up)|(?P<magnitude>lora_magnitude_vector|dora_scale)|(?P<alpha>alpha))"
     r"(?:\.(?!weight$)(?P<name>[^.]+))?(?P<weight>\.weight)?"
 )
-PLAIN = {  # settings of PEFT that change the result, with the values at which a file is plain LoRA
+PLAIN: dict[str, tuple[Any, ...]] = {  # settings of PEFT that change the result, with the values at which a file is plain LoRA
     "bias": ("none",),
     "modules_to_save": (None, []),
     "target_parameters": (None, []),
@@ -81,6 +82,8 @@ def read_adapter(path: str | Path) -> AdapterFile:
     """Reads a LoRA from a folder or a safetensors file. Raises CheckpointError for anything else, with all keys that are not understood."""
     path = Path(path)
     folder = path if path.is_dir() else path.parent
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist. Pass a LoRA folder or safetensors file, or the name of a repository on the hub.")
     file = next((folder / name for name in SINGLE_FILES if (folder / name).is_file()), None) if path.is_dir() else path
     if file is None:
         raise CheckpointError(f"{path} must hold {' or '.join(SINGLE_FILES)}. Pass the folder or the safetensors file of one adapter.")
@@ -246,6 +249,15 @@ def write_peft(folder: Path, modules: Mapping[str, LowRank], *, alpha: float, mo
         tensors[f"base_model.model.{module}.lora_B.weight"] = update.up.detach().cpu().clone()
     write_whole(tensors, folder / WEIGHTS)
     write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", folder / CONFIG)
+
+
+def convert_adapter(source: str | Path, target: Path) -> int:
+    """Writes a LoRA from a torch file as safetensors, with the same names. Returns the number of tensors."""
+    checkpoint = open_checkpoint(source, Layout(wrappers=(("state_dict",), ("lora",))))
+    tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in checkpoint.tensors(checkpoint.entries)}
+    grouped(tensors, {}, Path(source))
+    write_whole(tensors, target)
+    return len(tensors)
 
 
 def underscored(names: Iterable[str]) -> dict[str, str]:

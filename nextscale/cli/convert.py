@@ -18,7 +18,7 @@ def convert(
     model: ModelName,
     source: Annotated[Path, typer.Argument(metavar="IN", help="Published file, or a folder of shards.", show_default=False)],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The .safetensors file to write.", show_default=False)],
-    part: Annotated[Literal["model", "tokenizer"], option("--part", "PART", "Content of IN: model or tokenizer.")] = "model",
+    part: Annotated[Literal["model", "tokenizer", "lora"], option("--part", "PART", "Content of IN: model, tokenizer or lora.")] = "model",
     dtype: Annotated[
         DtypeName | None, option("--dtype", "DTYPE", "Type of the written weights: float32, bfloat16 or float16.", None, "as in IN")
     ] = None,
@@ -32,6 +32,13 @@ def convert(
     from ..loading.presets import model_spec
 
     spec = model_spec(model)
+    if part == "lora":
+        from ..checkpoints.adapters import convert_adapter
+
+        require_writable([target], force)
+        typer.echo(f"{target}: {convert_adapter(source, target)} tensors")
+        show_next(f"nextscale generate -m {model} --lora {target} PROMPT")
+        return
     require_writable(converted_files(spec, target), force)
     tensors = convert_weights(spec, source, target, part == "model", torch_dtype(dtype))
     typer.echo(f"{target}: {tensors} tensors, {target.stat().st_size / 2**20:.1f} MiB")

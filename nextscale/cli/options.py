@@ -209,6 +209,10 @@ class ModelOptions(FileOptions):
 
     model: ModelName = DEFAULT_MODEL
     device: Device = None
+    lora: Annotated[
+        list[str] | None,
+        option("--lora", "PATH[:SCALE]", "LoRA adapter: PEFT folder, safetensors file or hub name. Repeat it to stack several.", MACHINE),
+    ] = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -226,8 +230,13 @@ class ModelOptions(FileOptions):
         return parse.resolved_method(method, self.spec, schedule, batch, self.torch_device, self.weights)
 
     def load(self, **more: Any) -> Pipeline:
-        """Loads the pipeline. `more`: arguments of `nextscale.load` without an option."""
-        return self.open(self.model, self.device, **more)
+        """Loads the pipeline with its adapters. `more`: arguments of `nextscale.load` without an option."""
+        return self.adapted(self.open(self.model, self.device, **more))
+
+    def adapted(self, pipe: Pipeline) -> Pipeline:
+        for path, scale in map(parse.parse_lora, self.lora or ()):
+            pipe.load_lora(path, scale=scale)
+        return pipe
 
 
 @dataclass(frozen=True)

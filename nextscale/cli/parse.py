@@ -109,6 +109,15 @@ def parse_size(text: str) -> tuple[int, int] | int | str:
     return int(text) if found[2] is None else (int(found[2]), int(found[1]))
 
 
+def parse_lora(text: str) -> tuple[str, float]:
+    """Returns path and scale of PATH or PATH:SCALE."""
+    path, colon, scale = text.rpartition(":")
+    try:
+        return (path, float(scale)) if colon else (text, 1.0)
+    except ValueError:
+        return text, 1.0  # the colon is part of the path
+
+
 def size_text(size: Sequence[int]) -> str:
     """Returns (height, width) as WIDTHxHEIGHT."""
     return f"{size[1]}x{size[0]}"

@@ -20,7 +20,7 @@ import typer
 from ..errors import SettingError, SizeError
 from .files import default_out
 from .options import MACHINE, OUTPUT, Batch, ImageOptions, Limit, Methods, ModelOptions, Ray, SamplingOptions, option, out_option
-from .parse import AUTO, LOCAL, choose_schedule, parse_methods, parse_ray, torch_dtype
+from .parse import AUTO, LOCAL, choose_schedule, parse_lora, parse_methods, parse_ray, torch_dtype
 from .show import image_bar, show_next, stopping
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def random(model: ModelOptions) -> Pipeline:
         raise SettingError("--random-weights reads no files. Leave out --weights, --tokenizer, --text-encoder and --offload-text.")
     device = model.torch_device
     dtype = choose_dtype(torch_dtype(model.dtype), device)
-    return random_pipeline(model.spec, device=device, dtype=dtype, quantize=model.quantize, kv_dtype=model.kv_dtype)
+    return model.adapted(random_pipeline(model.spec, device=device, dtype=dtype, quantize=model.quantize, kv_dtype=model.kv_dtype))
 
 
 def described(
@@ -177,6 +177,8 @@ def described(
             found[name] = named_with_content(file)
     if random_weights:
         found["weights"] = "random"
+    if model.lora:
+        found["lora"] = [f"{named_with_content(path)}:{scale:g}" for path, scale in map(parse_lora, model.lora)]
     found["method"] = label
     if files := re.findall(r"[^\s=,{}\[\]]+\.json", " ".join(method or ())):
         found["method_files"] = list(map(named_with_content, files))
