@@ -1,9 +1,8 @@
 """Which rows of the results file the tables of speed show.
 
-Read are rows of `benchmarks.suites`, of `nextscale bench` and of older programs ("dense", "methods"): these have fewer columns. Only rows
-of random weights on a GPU count, of one kind of GPU and one dtype; outside the waterfall only those with kernels. Of rows that are alike
-the last one counts, of engines captured graphs, and of methods those of one run. Rows "reference" are the models' reference
-implementations.
+These are rows of `benchmarks.suites` and `nextscale bench` with random weights on a GPU, of one kind of GPU and one dtype; outside the
+waterfall only those with kernels. Of equal rows the last one counts, of engines captured graphs, and of methods those of one run. Rows
+"reference" are the models' reference implementations.
 """
 
 from __future__ import annotations
@@ -13,30 +12,21 @@ from collections.abc import Iterable, Mapping
 
 from nextscale.eval.results import DENSE, Row
 
-from .suites import APART, SPARSE, step_of
+from .suites import APART, step_of
 
 CaseKey = tuple[str, str, int]  # model, image, batch
 
-OLD_NAMES = {"SparseVAR": SPARSE, "SparseVAR + guidance off": f"{SPARSE} + guidance off"}  # as benchmarks before this one called them
-SPEED = ("dense", "methods", "bench")
-
 
 def timed(rows: Iterable[Row]) -> list[Row]:
-    """Rows about speed with random weights, not quantized, of the GPU and dtype that most have, old ones in the words of new ones."""
-    speed = [row for row in rows if row["benchmark"] in SPEED and row["weights"] == "random" and row.get("quantize") is None]
+    """Returns rows about speed with random weights, not quantized, of the GPU and dtype that most have."""
+    speed = [row for row in rows if row["benchmark"] == "bench" and row["weights"] == "random" and row.get("quantize") is None]
     found = [row for row in speed if not row["hardware"].startswith("CPU")]
     known = Counter((row["hardware"], row["dtype"]) for row in found if row["dtype"] is not None)
     if known:
         [((hardware, dtype), _)] = known.most_common(1)
         # What failed before there was a model tells no dtype.
         found = [row for row in found if row["hardware"] == hardware and row["dtype"] in (dtype, None)]
-    return [row if row["benchmark"] == "bench" else renewed(row) for row in found]
-
-
-def renewed(row: Row) -> Row:
-    """Old runs differ by their day and commit."""
-    engine, run = row["engine"], f"{row['date']} {row['commit']} {row['case']}"
-    return row | {"engine_asked": engine, "run": run, "kernels": True, "method": OLD_NAMES.get(row["method"], row["method"])}
+    return found
 
 
 def with_kernels(rows: Iterable[Row]) -> list[Row]:
@@ -90,8 +80,8 @@ def common(rows: Iterable[Row]) -> list[Row]:
 
 
 def dense_rows(rows: Iterable[Row]) -> list[Row]:
-    """The last one of every model, size and batch. Old runs of methods had dense rows too, of fewer repeats: they do not count."""
-    usable = [row for row in common(with_kernels(rows)) if row["method"] == DENSE and row["benchmark"] != "methods"]
+    """Returns the last one of every model, size and batch."""
+    usable = [row for row in common(with_kernels(rows)) if row["method"] == DENSE]
     return [own[-1] for own in by_case(usable).values()]
 
 
@@ -102,7 +92,7 @@ def method_rows(rows: Iterable[Row]) -> list[Row]:
     """
     usable = with_kernels(rows)
     replayed = {case_of(row) for row in usable if row.get("suite") in APART and row["engine_asked"] == "graphs"}
-    cases = by_case(row for row in common(usable) if row["benchmark"] != "dense")
+    cases = by_case(common(usable))
     known = [own for case, own in cases.items() if case not in replayed or own[0]["engine_asked"] == "graphs"]
     return [row for own in known if any(row["method"] != DENSE for row in own) for row in one_run(own)]
 

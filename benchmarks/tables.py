@@ -26,7 +26,7 @@ from .memory_table import memory_table
 from .results import RESULTS
 from .sample_table import sample_table
 from .shown_rows import image
-from .speed_tables import pictured_row, speed_tables, stages_svg, summary_table
+from .speed_tables import TABLES, pictured_row, speed_tables, stages_svg, summary_table
 
 PROJECT = Path(__file__).parent.parent
 README = PROJECT / "README.md"
@@ -41,6 +41,7 @@ FORMATS_PAGE = PROJECT / "research" / "notes" / "eight-bit-weights.md"
 PICTURE = PROJECT / "docs" / "pictures" / "stages.svg"
 FRONTIER = PROJECT / "docs" / "pictures" / "frontier.svg"  # of the last model by name, at the largest size that was judged
 
+NOT_YET = "Not measured at a commit of this history: `python -m benchmarks.suites` adds the rows."
 DECIDED_STAGES, DECIDED_BLOCKS = 13, 8  # of nano at 512 px
 ONLY_DECIDED = "rows uncond"  # a row that only this list has
 ENOUGH = 500  # prompts
@@ -230,7 +231,7 @@ def page_tables(rows: list[Row]) -> dict[Path, dict[str, str]]:
     """What goes where, under the names of the places on each page."""
     return {
         README: {"speed": summary_table(rows), "quality": tuned_summary(Profile.load(TUNED))},
-        SPEED_PAGE: speed_tables(rows),
+        SPEED_PAGE: dict.fromkeys(TABLES, NOT_YET) | speed_tables(rows),
         QUALITY_PAGE: {"quality": quality_table(rows)},
         METHODS_PAGE: {"plans": plans_table(), "decisions": decisions_table(rows)},
         SERVING_PAGE: {"load": load_table(rows)},

@@ -70,27 +70,6 @@ def made(method: str = "dense", milliseconds: float = 100, **changes: Any) -> Ro
 
 
 EAGER = {"engine": "eager", "engine_asked": "eager", "step": "eager"}
-OLD = {"benchmark": "dense", "engine": "eager", "repeats": 20}
-
-
-def old(**changes: Any) -> Row:
-    """As the program before this one wrote it."""
-    row = made(**OLD, **changes)
-    for name in (
-        "suite",
-        "engine_asked",
-        "kernels",
-        "run",
-        "step",
-        "end_to_end",
-        "speedup",
-        "roofline_ms",
-        "times_roofline",
-        "matmul_tflops",
-        "images_per_second",
-    ):
-        del row[name]
-    return row
 
 
 def theirs(**changes: Any) -> Row:
@@ -104,16 +83,15 @@ def lines_of(table: str) -> list[str]:
 
 
 def test_the_dense_table_shows_the_last_row_of_graphs() -> None:
-    rows = [old(milliseconds=400), made(milliseconds=300, **EAGER), made(milliseconds=200), made(milliseconds=250, **EAGER)]
+    rows = [made(milliseconds=400, **EAGER), made(milliseconds=300, **EAGER), made(milliseconds=200), made(milliseconds=250, **EAGER)]
     [line] = lines_of(dense_table([*rows, theirs()]))
     assert "| graphs | **200** (200–200) | 790 |" in line and "| 280 | 100 | 2.0x |" in line
     [line] = lines_of(dense_table(rows[:2]))
     assert "| eager | **300**" in line
     [line] = lines_of(dense_table([*rows[:1], theirs()]))
-    assert "| eager | **400** (400–400) | 790 |  | 80 (reference 99) |  |  |  | 50 J | 8.8 GB | 13.0 GB |" in line
+    assert "| eager | **400** (400–400) | 790 |" in line and "| 80 (reference 99) |" in line and "| 50 J | 8.8 GB | 13.0 GB |" in line
     note = dense_table(rows).splitlines()[-1]
     assert "788 TFLOP/s" in note and "4.30 TB/s" in note and "Median of 10 runs" in note
-    assert "TFLOP" not in dense_table(rows[:1])
 
 
 def test_tables_leave_out_other_machines_and_suites_with_tables_of_their_own() -> None:
@@ -125,7 +103,7 @@ def test_tables_leave_out_other_machines_and_suites_with_tables_of_their_own() -
 
 
 def test_the_methods_table_compares_what_was_measured_together() -> None:
-    before = [made(name, 80, benchmark="methods", **EAGER) for name in ("dense", "SparseVAR", "ToMe")]
+    before = [made(name, 80, **EAGER) for name in ("dense", SPARSE, "ToMe")]
     assert [row["method"] for row in method_rows(before)] == ["dense", SPARSE, "ToMe"]
     rows = [*before, made(), made(SPARSE, 50, engine="eager", not_captured="SettingError: no")]
     first, second = lines_of(methods_table(rows))
@@ -135,7 +113,7 @@ def test_the_methods_table_compares_what_was_measured_together() -> None:
 
 
 def test_eager_rows_give_way_to_graphs_in_a_table_of_their_own() -> None:
-    before = [made(name, 80, benchmark="methods", **EAGER) for name in ("dense", "ToMe")]
+    before = [made(name, 80, **EAGER) for name in ("dense", "ToMe")]
     assert len(method_rows(before)) == 2
     growth = [made(suite="growth"), made("ToMe", 50, suite="growth")]
     assert not method_rows([*before, *growth])
