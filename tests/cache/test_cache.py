@@ -44,7 +44,7 @@ def fill_memory(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     monkeypatch.setattr(CacheSpec, "allocate", allocate)
 
 
-# A mask hides what lies past a row's end from the softmax, but zero times NaN is NaN: whatever the allocator handed out must not matter.
+# A mask hides entries after a row's end from the softmax, but 0 * NaN is NaN, so uninitialized memory must not matter.
 MEMORY = pytest.mark.parametrize("memory", [0.0, float("nan")])
 
 
@@ -334,7 +334,7 @@ def test_memory_takes_whole_grids_only() -> None:
 
 
 def running_env(family: str) -> tuple[ForwardContext, Schedule]:
-    """Two images with both cfg branches, after the first stage; every row's number can be read off its memory."""
+    """Returns the context of two images in both CFG branches after the first stage; the values identify the rows."""
     model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
     prompts, negative = two_prompts(family, (3, 5)), two_prompts(family, (7, 2), seed=1)  # no two rows have the same text mask
     ctx = tiny.dense_env(model, model.condition(prompts, True, schedule, negative), schedule, 2)
@@ -346,7 +346,7 @@ def running_env(family: str) -> tuple[ForwardContext, Schedule]:
 
 
 def conditioning_tensors(cond: Conditioning) -> list[Tensor]:
-    """Everything in it that has one entry per row."""
+    """Returns all tensors of the condition that have one entry per row."""
     tensors = [cond.start, *(part for modulation in cond.modulation for part in modulation), *(cond.head or ())]
     if cond.prefix is not None:
         tensors.append(cond.prefix)
@@ -358,7 +358,7 @@ def conditioning_tensors(cond: Conditioning) -> list[Tensor]:
 
 
 def row_tensors(ctx: ForwardContext) -> list[Tensor]:
-    """Everything that has one entry per row, stage 0 of the caches included."""
+    """Returns all tensors that have one entry per row, including stage 0 of the caches."""
     written = ctx.cache[0].length
     caches = [tensor[:, :written] for cache in ctx.cache for tensor in (cache.keys, cache.values)]
     return [tensor.clone() for tensor in (*conditioning_tensors(ctx.cond), *caches)]

@@ -82,7 +82,7 @@ def test_nothing_but_the_new_tokens_is_written() -> None:
 
 
 def planned_spec(*tokens: tuple[int, int], kind: type[CacheSpec] = QuantizedSpec) -> CacheSpec:
-    """`tokens`: rows and tokens of every stage; 2 layers of 2 heads of 4 channels."""
+    """Returns sizes for 2 layers of 2 heads of 4 channels. `tokens`: rows and tokens of every stage."""
     planned = tuple(StageKeys(stage, rows, (count, count)) for stage, (rows, count) in enumerate(tokens))
     schedule = Schedule(tuple(range(1, len(tokens) + 1)))
     return kind(2, tokens[0][0], 2, 4, schedule, torch.float32, torch.device("cpu"), planned=planned)

@@ -51,7 +51,7 @@ def published(spec: ModelSpec, folder: Path) -> dict[str, dict[str, bytes]]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the hub and an empty home, and no token."""
+    """Creates an empty hub cache and home folder, without a token."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setenv("NEXTSCALE_HOME", str(tmp_path / "home"))
@@ -72,12 +72,12 @@ def point_to(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _: None)  # between attempts
-    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)  # what is written at once
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)  # written at once
 
 
 @pytest.fixture
 def known(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """A tiny model that is published on the hub."""
+    """Publishes a tiny model on the hub stand-in."""
     monkeypatch.setitem(presets.MODELS, SPEC.name, SPEC)
     hub.repositories |= published(SPEC, tmp_path)
     return hub
@@ -108,7 +108,7 @@ def test_load_fetches_what_is_missing_says_so_and_asks_for_nothing_else(known: H
     assert said.startswith("downloading ") and str(cache) in said and "lab/tiny/tiny_var.pth (" in said and " MB)" in said
     asked = len(known.requests)
     second = nextscale.load(SPEC.name, device="cpu")
-    assert len(known.requests) == asked, "what is in the cache needs no hub"
+    assert len(known.requests) == asked, "cached files need no hub"
     assert torch.equal(first([1, 2], seed=3).pixels, second([1, 2], seed=3).pixels)
 
 
@@ -308,7 +308,7 @@ def test_two_programs_fetch_a_file_once(hub: Hub, tmp_path: Path) -> None:
 
 @pytest.fixture
 def precious(tmp_path: Path) -> Iterator[Path]:
-    """A file of the user, which is to stay as it is and alone in its folder."""
+    """Creates a user's file, which must not change and must remain alone in its folder."""
     file = tmp_path / "user" / "precious"
     file.parent.mkdir()
     file.write_text("precious")
@@ -375,7 +375,7 @@ def test_a_whole_blob_is_linked_and_never_grows_or_shrinks(hub: Hub, cache: Path
     blob = cache / "models--lab--file" / "blobs" / wanted.hash
     blob.parent.mkdir(parents=True)
     blob.write_bytes(CONTENT)
-    hub.listed = {"lfs": {"size": 10, "sha256": wanted.hash, "pointerSize": 1}}  # a lie
+    hub.listed = {"lfs": {"size": 10, "sha256": wanted.hash, "pointerSize": 1}}  # wrong
     with pytest.raises(DownloadError):
         download(named(weights_file()), HubCache())
     assert blob.read_bytes() == CONTENT
@@ -483,7 +483,7 @@ def test_layouts_without_weights_say_so(cache: Path) -> None:
         download_model("infinity-20b")
 
 
-# --- what is fetched of every published model
+# --- downloaded files of every published model
 
 T5_FILES = ("config.json", "tokenizer.json", "spiece.model", "tokenizer_config.json", "special_tokens_map.json")
 SHARDS = ("model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -592,7 +592,7 @@ def test_a_text_encoder_is_looked_for_in_the_home_and_not_fetched_without_leave(
     hub.repositories["google/flan-t5-xl"] = {file: index() if "index" in file else b"{}" for file in (*T5_FILES, *SHARDS)}
     download_to_home = download_model_encoder(tmp_path / "home")
     assert download_to_home == tmp_path / "home" / "flan-t5-xl"
-    with pytest.raises(TextEncoderUnavailable, match="flan-t5-xl' could not be read"):  # found: its files are no encoder
+    with pytest.raises(TextEncoderUnavailable, match="flan-t5-xl' could not be read"):  # found, but not the files of an encoder
         reader.read("a fox")
     with pytest.raises(TextEncoderUnavailable, match="could not be read"):
         T5Encoder("google/flan-t5-xl")

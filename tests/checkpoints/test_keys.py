@@ -74,7 +74,7 @@ def left_out(key: str, family: str) -> bool:
 
 @cache
 def published() -> dict[str, tuple[str, dict[str, Shape]]]:
-    """List name -> (family, key -> shape)."""
+    """Returns list name -> (family, key -> shape)."""
     families = json.loads(gzip.decompress((Path(__file__).parents[1] / "data" / "published_keys.json.gz").read_bytes()))
     return {
         name: (family, {key: tuple(shape) for key, shape in keys.items()})

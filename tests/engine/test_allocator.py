@@ -36,7 +36,7 @@ def asked_anew() -> Iterator[None]:
 @pytest.mark.parametrize("before", ["", "max_split_size_mb:100,roundup_power2_divisions:[256:1,512:2]"])
 def test_segments_grow_inside_and_not_after(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch, before)
-    for _ in range(2):  # what was there before does not grow with every capture
+    for _ in range(2):  # earlier settings are not repeated with every capture
         with pytest.raises(KeyError), expandable_segments():
             assert allocator.heard[-1] == (f"{before},expandable_segments:True" if before else "expandable_segments:True")
             raise KeyError

@@ -308,7 +308,7 @@ class FakeDevice:
         patch.setattr(DeviceMemory, "now", self.now)
 
     def now(self, device: torch.device) -> DeviceMemory:
-        """Asked before and after every capture."""
+        """Called before and after every capture."""
         live = len(self.captures) + self.made
         if not live:
             self.reserved = 0

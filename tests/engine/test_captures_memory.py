@@ -47,7 +47,7 @@ def forget_tables(pipe: Pipeline) -> None:
 
 
 def assert_replayed(pipe: Pipeline, eager: Pipeline, prompt: Any, **asked: Any) -> None:
-    """The request is replayed, with the images of eager generation."""
+    """Requires a replay with the images of eager generation."""
     ours = pipe(prompt, **asked)
     with Dispatched():
         theirs = eager(prompt, **asked)

@@ -260,7 +260,7 @@ def texts(family: str, lengths: tuple[int, ...], seed: int) -> Any:
 
 
 def assert_replayed(pipe: Pipeline, eager: Pipeline, prompt: Any, seed: Any, **request: Any) -> None:
-    """The request is replayed, with the images of eager generation. `seed` makes one for each of both."""
+    """Requires a replay with the images of eager generation. `seed` creates a seed for each of the two."""
     ours = pipe(prompt, seed=seed(), **request)
     with Dispatched():
         theirs = eager(prompt, seed=seed(), **request)

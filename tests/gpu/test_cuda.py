@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def on_gpu(pipe: Pipeline, dtype: torch.dtype = torch.float32) -> Pipeline:
-    """A copy with the same weights; those that always stay in float32 do so here too."""
+    """Returns a copy on the GPU with the same weights; float32 parameters stay float32."""
     moved = Pipeline(copy.deepcopy(pipe.model), copy.deepcopy(pipe.tokenizer), pipe.reader, pipe.settings, pipe.name)
     for module in (moved.model, moved.tokenizer):
         for name, parameter in module.named_parameters():

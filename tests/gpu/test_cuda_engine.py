@@ -269,7 +269,7 @@ def test_captures_can_be_made_again_after_they_were_cleared_and_after_one_failed
     prompt = prompts("infinity", 2)
     held = []
     pipe.warmup(prompt)
-    expected = pipe(prompt, seed=1, on_stage=lambda preview: held.append(preview.latent)).pixels  # lies in the pool
+    expected = pipe(prompt, seed=1, on_stage=lambda preview: held.append(preview.latent)).pixels  # in the pool
     pipe.captures.clear()
     pipe.warmup(prompt)
     assert torch.equal(pipe(prompt, seed=1).pixels, expected)

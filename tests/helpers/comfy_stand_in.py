@@ -122,7 +122,7 @@ def modules_of(comfy: Comfy) -> dict[str, ModuleType]:
 
 @contextmanager
 def nodes_of(folder: Path, comfy: Comfy) -> Iterator[dict[str, type]]:
-    """The nodes of a folder below custom_nodes, imported as ComfyUI imports it."""
+    """Imports the nodes of a folder in custom_nodes like ComfyUI."""
     name = "custom_nodes_under_test"
     before = dict(sys.modules)
     sys.modules.update(modules_of(comfy))

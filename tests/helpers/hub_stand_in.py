@@ -32,7 +32,7 @@ class Hub:
     requests: list[Request] = field(default_factory=list)
     token: str | None = None  # that a client has to send
     cuts: list[int] = field(default_factory=list)  # bytes of a large file after which the connection breaks, one for each request
-    served_instead: dict[str, bytes] = field(default_factory=dict)  # content other than what is announced
+    served_instead: dict[str, bytes] = field(default_factory=dict)  # content that differs from the announced hash
     listed: dict[str, object] = field(default_factory=dict)  # other values in the entry of each file
     headers: dict[str, str] = field(default_factory=dict)  # other values of those that it sends
     commit: str = COMMIT

@@ -38,7 +38,7 @@ def triton_interpreter() -> ModuleType:
             for name in own + theirs:
                 del sys.modules[name]
             for name in [one for names in kernels.FILES.values() for one in names]:
-                vars(kernels).pop(name, None)  # what was used before
+                vars(kernels).pop(name, None)  # the previous setting
         for module in iter_modules(kernels.__path__, "nextscale.kernels."):
             import_module(module.name)
         import_module("nextscale_research.methods.attend_lists_kernel")
@@ -70,19 +70,19 @@ class Maker:
         return (torch.randn(shape, generator=self.generator, device=self.device) + mean).to(dtype or self.dtype)
 
     def image(self, *shape: int, mean: float = 0.0) -> Tensor:
-        """[B, C, H, W] in channels-last layout."""
+        """Returns a channels-last image [B, C, H, W]."""
         return self.normal(*shape, mean=mean).contiguous(memory_format=torch.channels_last)
 
     def rows(self, rows: int, channels: int, mean: float = 0.0) -> Tensor:
-        """[R, 1, C] as the models keep modulations: a slice of a larger tensor."""
+        """Returns [R, 1, C] as a slice of a larger tensor, like the modulations of models."""
         return self.normal(rows, 6, channels, mean=mean)[:, 2:3]
 
     def wide(self, rows: int, tokens: int, channels: int) -> Tensor:
-        """[R, N, C], a part of something larger in every direction but the last."""
+        """Returns [R, N, C] as a slice of a tensor that is larger in the first two dimensions."""
         return self.normal(rows + 1, tokens + 3, channels, mean=0.5)[1:, 2 : tokens + 2]
 
     def selection(self, rows: int, tokens: int, kept: int) -> Tensor:
-        """[R, K] ascending positions, another choice in every row."""
+        """Returns ascending positions [R, K] that differ between rows."""
         scores = torch.rand(rows, tokens, generator=self.generator, device=self.device)
         return scores.argsort(dim=1)[:, :kept].sort(dim=1).values
 
@@ -92,13 +92,13 @@ class Maker:
 
 
 def exact(value: Any) -> Any:
-    """Floating-point tensors in float64, everything else as it is."""
+    """Converts floating-point tensors to float64."""
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """New memory is full of NaN, or of the largest number, so that a place that is not written shows."""
+    """Fills new memory with NaN or the largest number, to reveal elements that are not written."""
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(3).isnan().all()
@@ -122,7 +122,7 @@ def require_close(found: Sequence[Tensor], torch_found: Sequence[Tensor], expect
 
 
 def compare(kernel: Callable[..., Any], reference: Callable[..., Any], *inputs: Any, **settings: Any) -> None:
-    """A kernel that returns one tensor or several against its reference; inputs must stay as they are."""
+    """Compares a kernel with its reference; inputs must not change."""
     before = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
     with poisoned():
         found = kernel(*inputs, **settings)

@@ -23,7 +23,7 @@ from tests.helpers.tape import FEW_BUCKETS, Tape, play_graphs_on_the_cpu
 class Memory:
     """A piece of memory that graphs use."""
 
-    tensor: Tensor  # a tape's own, of which any lies there
+    tensor: Tensor  # owned by a tape
     born: int | None = None  # the graph whose capture allocated it; None: it was there before
     died: int | None = None  # the last graph during whose capture somebody held it
 
@@ -37,7 +37,7 @@ class Pool:
     held: Counter[int] = field(default_factory=Counter)  # tensors that tapes hold of it
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """The same memory in a tensor for a tape to hold."""
+        """Returns a tensor that shares the memory, for a tape to hold."""
         own = tensor.detach()
         self.held[storage_of(own)] += 1
         return own

@@ -82,7 +82,7 @@ class Live:
         return f"http://127.0.0.1:{self.port}"
 
     def ask(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None, method: str | None = None) -> Answer:
-        """`body`: an object for JSON, or bytes as they are."""
+        """Sends a request. `body`: an object for JSON, or bytes."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
         content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
         default = {} if body is None else {"content-type": "application/json"}

@@ -16,7 +16,7 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-backgroun
 MARKS = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: install it (apt-get install chromium) to test the studio in a browser"),
 ]
-EXPECTED = ("status of 400", "status of 401", "ERR_CONNECTION")  # what the browser says of answers that the page shows
+EXPECTED = ("status of 400", "status of 401", "ERR_CONNECTION")  # browser messages about responses that the page shows
 SIZE, STAGES = "128x128", 7
 PROMPT = "a 3D icon of a red apple"
 

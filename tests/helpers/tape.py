@@ -34,7 +34,7 @@ class Tape(TorchDispatchMode):
         # A number that is written into a tensor becomes one of no dimensions here; on a GPU it travels with the launch.
         number = func._schema.name == "aten::lift_fresh" and args[0].ndim == 0
         if func._schema.name in HOST_READS and not number:
-            raise RuntimeError(f"{func} during a capture: the host waits for the device, or sends it what it made")
+            raise RuntimeError(f"{func} during a capture synchronizes or copies from the host")
         out = func(*args, **kwargs or {})
         self.ops.append((func, args, kwargs or {}, out))
         return out
@@ -62,7 +62,7 @@ class Tape(TorchDispatchMode):
 
 
 def shares_memory(out: Any, inputs: Any) -> bool:
-    """Some operators return a view or a copy, as it comes: `to`, `reshape`, `contiguous`."""
+    """Returns True for operators that may return a view or a copy: `to`, `reshape`, `contiguous`."""
     places = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}
     return any(tensor.untyped_storage().data_ptr() in places for tensor in tree_leaves(out) if isinstance(tensor, Tensor))
 

@@ -148,7 +148,7 @@ SPECS = {
     "star_refined": star_spec(refined=True),
 }
 FAMILIES = tuple(SPECS)
-KINDS = ("var", "flexvar", "infinity", "hart", "star_refined")  # one of each kind: the others differ from these in what no method sees
+KINDS = ("var", "flexvar", "infinity", "hart", "star_refined")  # one of each kind: the others differ only in ways that no method sees
 CLASS_FAMILIES = ("var", "var_shared", "flexvar")
 TEXT_FAMILIES = tuple(family for family in FAMILIES if family not in CLASS_FAMILIES)
 STAR_FAMILIES = ("star", "star_refined")
@@ -159,7 +159,7 @@ NO_GUIDANCE = {family: 1.0 if family in CONSTANT_FAMILIES else 0.0 for family in
 
 
 def schedule_of(family: str) -> Schedule:
-    """The schedule that a request takes by default."""
+    """Returns the default schedule of a request."""
     return SPECS[family].settings.schedules.choose(None, None)
 
 
@@ -167,25 +167,25 @@ RATIO = 0.177  # of the ranks that tiny models have
 
 
 def with_ranks(pipeline: Pipeline, groups: int = DEPTH) -> Pipeline:
-    """The pipeline, whose model has one ratio for alpha 0.96 and for all stages and groups, as if it had been measured."""
+    """Adds a rank table with one ratio for alpha 0.96 to the pipeline's model."""
     pipeline.model.rank_table = RankTable(*identity(pipeline.model), (RankRow(0.96, 1, (RATIO,) * groups),))
     return pipeline
 
 
 @cache
 def shared_pipeline(family: str, dtype: torch.dtype = torch.float32) -> Pipeline:
-    """One pipeline for all tests that leave its weights alone."""
+    """Returns a pipeline for all tests that do not change its weights."""
     return with_ranks(random_pipeline(SPECS[family], dtype=dtype))
 
 
 def fresh_pipeline(family: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Pipeline:
-    """A pipeline of the test's own, whose weights it may change; `settings` replace fields of the preset's."""
+    """Returns a pipeline whose weights a test may change; `settings` replace fields of the preset's."""
     spec = SPECS[family]
     return with_ranks(random_pipeline(replace(spec, settings=replace(spec.settings, **settings)), dtype=dtype))
 
 
 def text_features(family: str, lengths: Sequence[int], seed: int = 0) -> TextFeatures:
-    """One prompt per length, in the form that the family reads; the i-th depends on `seed`, i and its length only."""
+    """Returns one prompt per length in the family's format; prompt i depends only on `seed`, i and its length."""
     rows, pooled = [], []
     for position, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(1000 * seed + position)
@@ -200,19 +200,19 @@ TEXT_LENGTHS = (5, 9, 3)
 
 
 def prompts(family: str, images: int) -> Any:
-    """Different prompts for a batch of up to three images."""
+    """Returns different prompts for a batch of up to three images."""
     if family in CLASS_FAMILIES:
         return [3, 7, 1][:images]
     return text_features(family, TEXT_LENGTHS[:images])
 
 
 def one_prompt(family: str, position: int) -> Any:
-    """The prompt of one image of `prompts`."""
+    """Returns the prompt of one image of `prompts`."""
     return [3, 7, 1][position] if family in CLASS_FAMILIES else text_features(family, TEXT_LENGTHS).one(position)
 
 
 def infinity_schedule(template: float, budget: str) -> Schedule:
-    """The schedule of a published Infinity model for a height / width and a pixel budget."""
+    """Returns the schedule of a published Infinity model for an aspect ratio (height / width) and a pixel budget."""
     return infinity_stages(template, BUDGETS_BY_STRIDE[PIXELS_PER_TOKEN][budget])
 
 
@@ -245,23 +245,21 @@ class Rounding(NamedTuple):
     pixels: float  # with a standard deviation near 0.6
 
 
-# A batch multiplies matrices with other numbers of rows than an image alone, and such products round differently. What was found on
-# a CPU, over 40 seeds and 3 images per family, with 1 and with 2 threads: codes equal, so that latents equal bit for bit where they
-# follow from codes alone (FlexVAR, Infinity); VAR's and STAR's within 1e-6 (their convolutions); pixels within 5.3e-6, FlexVAR's
-# within 2.2e-5. A permuted batch permutes the pixels bit for bit where vectors are wide, else to rounding, and a repeated request repeats
-# them bit for bit.
-# HART's first diffusion step multiplies rounding by 2e4 and then clamps, so that a few elements move much farther than the others. Over
-# 250 seeds and 3 images its latents moved by 6e-6 (the median image), 2e-5 (99 of 100 images) and 1.2e-2 (the worst one), pixels by at
-# most 3e-3. Mixtures of codes, which divide rounding by a temperature down to 0.1, moved by at most 1.9e-3, the latents by 1.6e-5,
-# 1.6e-3 and 8.6e-3 then. With narrow vectors, and tokens merged by similarity, pixels of one image moved by 3e-2; those of another image
-# differ by more than 1.
+# Matrix products of a batch and of a single image round differently. Measured on a CPU over 40 seeds and 3 images per family, with 1 and 2
+# threads: codes are equal, and so are latents that follow from codes (FlexVAR, Infinity); other latents are within 1e-6 (convolutions of VAR
+# and STAR), pixels within 5.3e-6 (FlexVAR 2.2e-5). Permuting a batch permutes the pixels, bit for bit if vectors are wide; repeating a
+# request repeats them bit for bit.
+# HART's first diffusion step multiplies rounding by 2e4 and then clamps, so a few elements move much farther than the others. Over 250 seeds
+# and 3 images its latents moved by 6e-6 (median image), 2e-5 (99 % of the images) and 1.2e-2 (worst image), its pixels by at most 3e-3.
+# Mixtures of codes, which divide rounding by a temperature down to 0.1, moved by at most 1.9e-3, the latents then by 1.6e-5, 1.6e-3 and
+# 8.6e-3. With narrow vectors and merged tokens, pixels of one image moved by 3e-2. Pixels of different images differ by more than 1.
 EXACT_LATENTS = Rounding(0, 0, 1e-4)
 ROUNDING = {family: EXACT_LATENTS if family.startswith(("flexvar", "infinity")) else Rounding(1e-2, 1e-5, 1e-4) for family in FAMILIES}
 ROUNDING["hart"] = Rounding(1e-2, 2e-1, 1e-1)
 
 
 def same_codes(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    """Bit for bit."""
+    """Returns True if codes are equal bit for bit."""
     return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -283,7 +281,7 @@ def assert_same_bits(ours: Output, theirs: Output) -> None:
 
 
 def assert_close(family: str, ours: Output, theirs: Output) -> None:
-    """The same images to rounding."""
+    """Requires equal images up to rounding."""
     assert close_codes(family, ours.codes, theirs.codes)
     assert torch.allclose(ours.latent, theirs.latent, rtol=0, atol=ROUNDING[family].latents)
     assert_close_pixels(family, ours.pixels, theirs.pixels)
@@ -294,6 +292,6 @@ def assert_close_pixels(family: str, ours: Tensor, theirs: Tensor) -> None:
 
 
 def one_image(output: Output, image: int) -> Output:
-    """A batch of one out of a larger one."""
+    """Returns one image of a batch as a batch."""
     only = slice(image, image + 1)
     return replace(output, pixels=output.pixels[only], latent=output.latent[only], codes=tuple(codes[only] for codes in output.codes))

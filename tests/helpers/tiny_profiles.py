@@ -24,7 +24,7 @@ POINTS = (point(NEAR, 1.5, 0.03), point(FAST, 2.5, 0.09))
 
 
 def profile_of(pipe: Pipeline, **changes: Any) -> Profile:
-    """One that fits requests of the default size on the CPU."""
+    """Returns a profile for requests of the default size on the CPU."""
     schedule: Schedule = changes.pop("schedule", None) or pipe.settings.schedules.choose(None, None)
     facts: dict[str, Any] = {
         "model": pipe.name,

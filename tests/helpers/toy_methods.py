@@ -71,12 +71,12 @@ def first_tokens(x: Tensor, tokens: Tokens, num_tokens: int) -> Tokens:
 
 
 def keeping(branches: CfgBranches, first: int) -> Planned:
-    """Only these rows from stage `first` on."""
+    """Returns a method that keeps only these CFG rows from stage `first` on."""
     return Planned(lambda stage: StagePlan(cfg_branches=branches if stage.index >= first else "both"))
 
 
 def one_from(family: str, first: int) -> list[float]:
-    """Guidance up to stage `first`, none from there on."""
+    """Returns guidance up to stage `first`, and none from there on."""
     return [2.5 if stage < first else 1.0 for stage in range(STAGES[family])]
 
 
@@ -109,7 +109,7 @@ def counts_of(shares: Sequence[float], stage: Stage) -> list[int]:
 
 
 def top_tokens(x: Tensor, tokens: Tokens, shares: Sequence[float]) -> Tokens:
-    """A share of each image's tokens by a score that depends on the stage alone, padded where the shares differ."""
+    """Selects a share of each image's tokens by a score that depends only on the stage, padded if shares differ."""
     cells = tokens.stage.cells
     score = torch.rand(cells, generator=torch.Generator().manual_seed(cells)).expand(x.shape[0], -1)
     counts = counts_of(shares, tokens.stage)
@@ -130,7 +130,7 @@ def counted(run: MethodRun, stage: Stage, canvas: Canvas | None = None) -> Token
 
 
 def entered(run: MethodRun, x: Tensor, tokens: Tokens) -> tuple[Tensor, Tokens]:
-    """The padded rows that enter the first block, and their tokens."""
+    """Returns the padded rows that enter the first block, and their tokens."""
     kept = run.select_tokens(x, tokens)
     if kept.index is None:
         return x, kept
@@ -178,7 +178,7 @@ class HeldRepresentatives:
         return self.waiting.pop(0)
 
     def repeat_for(self, images: list[int]) -> None:
-        """The next call generates these images of the recorded batch."""
+        """Makes the next call generate these images of the recorded batch."""
         assert self.recorded and not self.waiting
         by_branch = [chosen.unflatten(0, (-1, self.batch)) for chosen in self.recorded]
         self.waiting = [chosen[:, images].flatten(0, 1) for chosen in by_branch]

@@ -347,7 +347,7 @@ def with_chunk_starts(spec: ModelSpec) -> ModelSpec:
 
 
 def with_few_cells(spec: ModelSpec) -> ModelSpec:
-    """The interpreter takes about as long for a token as a model of this size does for an image. VAR's stages are square."""
+    """Reduces the cells, because the interpreter takes as long per token as a model of this size per image. VAR's stages are square."""
     if isinstance(spec.model, VarConfig):
         model, schedule = replace(spec.model, sides=(1, 2, 3)), Schedule((1, 2, 3))
         return replace(spec, model=model, settings=replace(spec.settings, schedules=tiny.OneSchedule(schedule)))
@@ -366,7 +366,7 @@ def counted(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [
         (tiny.SPECS["var"], 1, 2),
         (tiny.SPECS["infinity"], 1, 3),
-        (with_chunk_starts(tiny.SPECS["infinity"]), tiny.DEPTH, 3),  # each adds to what the block before has given
+        (with_chunk_starts(tiny.SPECS["infinity"]), tiny.DEPTH, 3),  # each adds to the output of the previous block
         (tiny.SPECS["hart"], 1, 2),  # root-mean-square norms
         (tiny.SPECS["star"], 1, 3),  # neither gains nor learned norms
     ],

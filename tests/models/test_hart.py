@@ -78,7 +78,7 @@ def test_steps_are_evenly_spaced_and_taken_from_the_last(count: int, timesteps: 
 
 
 def trained_signal(timestep: int) -> float:
-    """Alpha-bar of the trained process, as a product of 1 - beta."""
+    """Returns alpha-bar of the trained process, as a product of 1 - beta."""
     signal = 1.0
     for i in range(timestep + 1):
         now, then = (math.cos((place + 0.008) / 1.008 * math.pi / 2) ** 2 for place in ((i + 1) / 1000, i / 1000))
@@ -157,7 +157,7 @@ class WatchedNormal(ImageRng):
 
 
 def published_draw(head: ResidualHead, condition: Tensor, noise: list[Tensor], t: float) -> Tensor:
-    """The specification for a batch whose second half is unconditional."""
+    """Computes the specified residual for a batch whose second half is unconditional."""
     batch = len(condition) // 2
     embedded = head.condition_embed(condition)
     state = noise[0]

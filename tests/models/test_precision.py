@@ -36,7 +36,7 @@ halves = pytest.mark.parametrize("dtype", HALF, ids=HALF.values())
 
 
 def forced_run(family: str, dtype: torch.dtype, codes: tuple[Tensor, ...]) -> tuple[Output, list[StageOutput]]:
-    """Every stage draws the given codes, so that all runs see the same canvas; also returns what each stage did."""
+    """Generates with given codes, so that all runs see the same canvas; also returns the output of every stage."""
     stages: list[StageOutput] = []
     output = tiny.shared_pipeline(family, dtype)(
         tiny.prompts(family, 3),

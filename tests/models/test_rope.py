@@ -61,7 +61,7 @@ def test_some_rows_turn_as_they_do_among_all(rope: Rope) -> None:
 
 
 def turned_pairs(x: Tensor, angles: list[float]) -> Tensor:
-    """One token's channels [D]: (2m, 2m + 1) is a complex number, multiplied by exp(i * angle)."""
+    """Rotates one token's channels [D]: (2m, 2m + 1) is a complex number, multiplied by exp(i * angle)."""
     pairs = [complex(x[2 * m], x[2 * m + 1]) * cmath.exp(1j * angle) for m, angle in enumerate(angles)]
     return torch.tensor([part for pair in pairs for part in (pair.real, pair.imag)])
 
@@ -137,7 +137,7 @@ def test_pairs_keep_their_length_and_their_type(stage: Stage) -> None:
 
 
 def turned_halves(u: Tensor, angles: list[float]) -> Tensor:
-    """The specification, entry by entry: every entry has an angle of its own, also where it is the partner of another."""
+    """Computes the specification entry by entry; every entry has its own angle."""
     half = HEAD_DIM // 2
     first = [u[j] * math.cos(angles[j]) - u[j + half] * math.sin(angles[j]) for j in range(half)]
     second = [u[j + half] * math.cos(angles[j + half]) + u[j] * math.sin(angles[j + half]) for j in range(half)]
@@ -150,7 +150,7 @@ def text_angles(position: float) -> list[float]:
 
 
 def grid_angles(stage: Stage, cell: int, begin: float) -> list[float]:
-    """[row * f, row * f, column * f, column * f] with coordinates on the last grid, moved to where the text ends."""
+    """Returns [row * f, row * f, column * f, column * f], with coordinates on the last grid plus the text's last position."""
     row, column = divmod(cell, stage.width)
     y = row / stage.height * SCHEDULE.grid[0] + begin
     x = column / stage.width * SCHEDULE.grid[1] + begin

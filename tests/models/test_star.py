@@ -117,7 +117,7 @@ class WatchedState(RefinementState):
 
     @property
     def newly(self) -> list[list[int]]:
-        """Number of cells of each image that each call settled."""
+        """Returns the number of cells of each image that each call settled."""
         totals = torch.stack([settled.sum(dim=1) for _, settled in self.history])
         return totals.diff(dim=0).tolist()
 
@@ -253,7 +253,7 @@ def test_the_refiner_reads_the_pooled_text(monkeypatch: pytest.MonkeyPatch) -> N
     for factor in (1.0, 0.0):
         pipeline.model.refiner.text_proj.weight.mul_(factor)
         pipeline(tiny.prompts("star_refined", 2), seed=11, revise=lambda stage, _: codes[stage.index])
-    before, after = seen.logits[7], seen.logits[14]  # the seven rounds of a request, after those of `drawn`
+    before, after = seen.logits[7], seen.logits[14]  # the seven rounds of a request, after the rounds of `drawn`
     assert (before - after).abs().max() > 1e-2
 
 
@@ -307,7 +307,7 @@ def star_pipeline(as_released: bool) -> Pipeline:
 
 
 def other_tokens(text: TextFeatures, image: int) -> TextFeatures:
-    """Another text for one image, with the pooled vectors as they were; it is longer, too."""
+    """Returns another, longer text for one image, with the same pooled vectors."""
     rows = list(text.rows)
     rows[image] = tiny.text_features("star", (10,), seed=7).rows[0]
     return replace(text, rows=tuple(rows))
@@ -397,7 +397,7 @@ def test_the_first_token_is_the_pooled_text() -> None:
 
 
 def without_encoder() -> Pipeline:
-    """A pipeline whose text encoder is nowhere to be found."""
+    """Returns a pipeline whose text encoder cannot be found."""
 
     def nowhere() -> Encoder:
         raise TextEncoderUnavailable("nobody/encoder is not here.")
@@ -438,7 +438,7 @@ def test_the_empty_text_is_encoded_when_a_guided_request_asks_for_it() -> None:
     tiny.assert_same_bits(steered, whole(text, seed=5, negative=empties[0]))
 
 
-# --- what does not fit
+# --- invalid features
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,6 @@ def drawn_bits(number: Tensor) -> Tensor:
 
 
 def stated_tolerance(case: dict[str, Any]) -> Tolerance:
-    """The tolerance that a case states, such as "atol 1e-3 + rtol 1e-3 per stage; ..."."""
+    """Returns the tolerance stated in a case, such as "atol 1e-3 + rtol 1e-3 per stage; ..."."""
     atol, rtol = re.search(r"atol ([\d.e+-]+) \+ rtol ([\d.e+-]+)", case["suggested_tolerance"]["float"]).groups()
     return Tolerance(float(atol), float(rtol))

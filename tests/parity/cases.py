@@ -34,9 +34,9 @@ class Case:
 
 
 def find_cases(root: Path) -> list[Case]:
-    """Every json with a safetensors of the same name is a case; a folder with other files and no case is reported as not understood.
+    """Returns all cases: each json with a safetensors file of the same name. Reports folders with other files and without a case.
 
-    A folder is passed over if all its tensors are weights that cases in other folders name.
+    Folders whose tensors are all weights of cases in other folders are skipped.
     """
     cases, weights = [], weights_elsewhere(root)
     for folder in sorted({path.parent for path in root.rglob("*") if path.is_file() and path.name != "README.md"}):

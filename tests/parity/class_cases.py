@@ -57,7 +57,7 @@ def split_stages(tokens: Tensor, schedule: Schedule) -> list[Tensor]:
 
 
 def inputs_of(tokenizer: Tokenizer, codes: list[Tensor], schedule: Schedule) -> tuple[Tensor, list[Tensor]]:
-    """The transformer's inputs for given codes, stages after the first joined, and the latent after every stage."""
+    """Returns the transformer's inputs for given codes, concatenated after the first stage, and the latent after every stage."""
     canvas = tokenizer.canvas(schedule, codes[0].shape[0])
     inputs, latents = [], []
     for stage, numbers in zip(schedule, codes, strict=True):
@@ -131,7 +131,7 @@ class ClassCase:
         noise: float = 0.0,
         noise_seed: int = 0,
     ) -> Readings:
-        """Everything that the case may have stored of this run; `noise` is added to the guided logits."""
+        """Returns all tensors that a case may store of this run; `noise` is added to the logits after CFG."""
         settings, tolerance = dict(settings), self.tolerance
         rng = TracedRng(torch.Generator().manual_seed(settings.pop("g_seed", 0)))
         trace, stages = Trace(noise=noise, noise_seed=noise_seed), StageTrace(schedule)

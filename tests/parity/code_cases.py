@@ -92,7 +92,7 @@ def replay_code(folder: Path, case: dict[str, Any], expected: Expected) -> None:
 
 
 def of_stages(said: Any) -> Any:
-    """A number for all stages, or a tuple of one for each."""
+    """Returns a number for all stages, or a tuple with one per stage."""
     return tuple(said) if isinstance(said, list) else said
 
 

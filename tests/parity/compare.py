@@ -62,7 +62,7 @@ class Expected:
         assert excess <= tolerance.atol, f"{name}: off by {excess:.3g} beyond rtol {tolerance.rtol:g}; allowed {tolerance.atol:g}"
 
     def excess(self, name: str, actual: Tensor, tolerance: Tolerance) -> float:
-        """The largest difference beyond `rtol` times the expected value, outliers left out; infinite or NaN entries must agree."""
+        """Returns the largest difference beyond `rtol` times the expected value, without outliers; infinity and NaN must agree."""
         expected = self._expected(name, actual).float()
         actual = actual.float()
         finite = expected.isfinite()

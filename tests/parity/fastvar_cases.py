@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
 
 class Choice(NamedTuple):
-    x: Tensor  # [R, N, C], what was chosen from
+    x: Tensor  # [R, N, C], the candidates
     score: Tensor  # [R, N], distances from the mean
     selection: Tensor  # [R, K], in raster order
 
@@ -134,7 +134,7 @@ def rounding_of_distances(noise: float, width: int) -> float:
 
 
 def in_order_of(stored: Tensor, selection: Tensor) -> Tensor:
-    """`selection` [R, K] in the order of `stored` in those rows where it is the same set."""
+    """Returns `selection` [R, K] in the order of `stored` for rows where both have the same tokens."""
     same = (stored.sort(dim=1).values == selection.sort(dim=1).values).all(dim=1, keepdim=True)
     return torch.where(same, stored, selection)
 
@@ -163,7 +163,7 @@ def replay_fastvar_infinity(folder: Path, case: dict[str, Any], expected: Expect
 
 
 def unpacked(expected: Expected, stage: Stage) -> Tensor | None:
-    """The kept tokens of a stage, [layers, sublayers, R, cells]."""
+    """Returns the kept tokens of a stage, [layers, sublayers, R, cells]."""
     packed = expected.tensors.get(f"s{stage.index}.kept_mask_packed")
     return None if packed is None else torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, count=stage.cells)).bool()
 
@@ -213,7 +213,7 @@ def cache_readings(blocks: Sequence[Block], schedule: Schedule, memory: StageMem
 
 
 def cached(memory: StageMemory, stage: Stage, block: Block, sublayer: int) -> Tensor:
-    """The output of a sublayer at the stage whose outputs are remembered: [R, cells, C]."""
+    """Returns the output of a sublayer at the cached stage: [R, cells, C]."""
     return memory.fill(memory_key(block.layer, sublayer), Tokens(stage))
 
 
@@ -247,7 +247,7 @@ def hart_choice_name(side: int, layer: int, sublayer: int) -> str:
 
 
 def make_sets(expected: Expected) -> None:
-    """The order in which tokens were kept does not count: indices [R, K] become masks [R, cells]."""
+    """Converts indices [R, K] to masks [R, cells], because the order of kept tokens does not matter."""
     for name, stored in expected.tensors.items():
         if match := re.fullmatch(r"keep\.s(\d+)\..*", name):
             expected.tensors[name] = mask_of(stored.long(), int(match[1]) ** 2)
@@ -265,7 +265,7 @@ def hart_choice_readings(schedule: Schedule, choices: Choices) -> Readings:
 
 
 def hart_cache_readings(expected: Expected, schedule: Schedule, blocks: Sequence[Block], memory: StageMemory) -> Readings:
-    """The cached maps, at as many equally spaced tokens as are stored."""
+    """Returns the cached maps at the stored number of equally spaced tokens."""
     found: Readings = {}
     for name, stored in expected.tensors.items():
         if match := re.fullmatch(r"cache(\d+)\.block(\d+)\.(\w+)", name):
@@ -295,7 +295,7 @@ class StoredSublayer:
 
 
 def compare_unit(expected: Expected, name: str) -> None:
-    """One selection and restoration alone, at a ratio that keeps as many tokens as are stored."""
+    """Compares one selection and restoration, at a ratio that keeps the stored number of tokens."""
     x, cache, answers, keep = (expected.input(f"{name}.{end}") for end in ("x", "cache", "branch_out", "keep"))
     tokens = Tokens(square(x.shape[1]))
     sublayer, memory = StoredSublayer(keep, answers), StageMemory()

@@ -115,12 +115,12 @@ def check_sampling(pipe: Pipeline, sampling: dict[str, Any]) -> None:
 
 
 def ends_of(pipe: Pipeline) -> tuple[int, int]:
-    """The first and the last block."""
+    """Returns the first and the last block."""
     return 0, len(pipe.model.blocks) - 1
 
 
 def readings(pipe: Pipeline, sampling: dict[str, Any], expected: Expected, trace: Trace) -> Readings:
-    """Everything that a case may have stored of its generation. `trace` taps the first and the last block."""
+    """Returns all tensors that a case may store of its generation. `trace` observes the first and the last block."""
     model, schedule, smooth = pipe.model, pipe.settings.schedules.choose(None, None), sampling["more_smooth"]
     guidance = pipe.settings.guidance.with_strength(sampling["cfg"])
     assert abs(1 + sampling["cfg_at_last_stage"] - guidance.scales(schedule)[-1]) < 1e-6
@@ -171,14 +171,14 @@ def stored_rows(expected: Expected, name: str) -> Tensor | slice:
 
 
 def rows_of(x: Tensor, batch: int, rows: Tensor | slice) -> Tensor:
-    """Some of the B * cells rows of every guidance branch of x [branches * B, cells, C]: [branches * rows, C]."""
+    """Selects some of the B * cells rows of every CFG branch of x [branches * B, cells, C]: [branches * rows, C]."""
     return x.unflatten(0, (-1, batch)).flatten(1, 2)[:, rows].flatten(0, 1)
 
 
 def text_of(expected: Expected, sampling: dict[str, Any]) -> TextFeatures:
     features, mask = expected.input("in.context"), expected.tensors["in.mask"]
     expected.equal("in.mask", mask_of(sampling, mask.shape[1]))
-    expected.equal("in.position_ids", mask.long().cumsum(dim=1) - 1)  # what the library makes of the mask
+    expected.equal("in.position_ids", mask.long().cumsum(dim=1) - 1)  # from the library's mask
     return TextFeatures(tuple(features), mask=mask)
 
 
@@ -188,7 +188,7 @@ def mask_of(sampling: dict[str, Any], tokens: int) -> Tensor:
 
 
 def diffusion_readings(calls: list[Call], batch: int, stored_outputs: Tensor | None, rows: Tensor | slice) -> Readings:
-    """The diffusion head, step by step. `rows` are those that are stored of each guidance branch."""
+    """Returns the tensors of the diffusion head, step by step. `rows` are the stored ones of each CFG branch."""
     outputs = torch.stack([rows_of(call.output, batch, rows) for call in calls])
     if calls[0].output.shape[0] == batch and stored_outputs is not None:
         # Unguided. The reference implementation runs the other half too, from noise that it does not keep: there is nothing to compare.

@@ -46,7 +46,7 @@ def tokenizer_of(config: dict[str, Any], patchify: bool) -> InfinityTokenizer:
 
 
 def weights_file(case: dict[str, Any], part: str) -> str:
-    """The file beside the case, or where the case says: "../dense/weights_*.safetensors" or "../dense"."""
+    """Returns the weights file next to the case, or the one that it names: "../dense/weights_*.safetensors" or "../dense"."""
     if part == "vae" and "weights_vae" in case:
         return case["weights_vae"]
     where = case.get("weights", ".")
@@ -59,7 +59,7 @@ def to_cells(tokenizer: InfinityTokenizer, codes: Tensor, stage: Stage) -> Tenso
 
 
 def to_tokens(tokenizer: InfinityTokenizer, bits: Tensor) -> Tensor:
-    """The inverse of `to_cells`."""
+    """Inverts `to_cells`."""
     return to_rows(tokenizer.gather_cells(bits[:, 0].permute(0, 3, 1, 2).float())).long()
 
 
@@ -123,7 +123,7 @@ def replay_infinity(folder: Path, case: dict[str, Any], expected: Expected) -> N
 
 
 class Generation(NamedTuple):
-    read: Read  # what a case may have stored of it, by its name there
+    read: Read  # tensors that a case may store, by their names there
     out: Output
     stages: StageTrace
 
@@ -191,7 +191,7 @@ def said_of(case: dict[str, Any], name: str) -> str:
 
 
 def every(x: Tensor, said: str) -> Tensor:
-    """The entries that a case says it has stored, as "[:, ::4, ::4]" somewhere in its words; all if there is nothing like it."""
+    """Returns the stored entries that a case describes in its text, such as "[:, ::4, ::4]"; all by default."""
     found = re.search(r"\[:(, :|, ::\d+)*\]", said)
     steps = [int(step or 1) for step in re.findall(r":(?::(\d+))?", found.group())] if found else []
     return x[tuple(slice(None, None, step) for step in steps)]

@@ -49,7 +49,7 @@ class Cut:
 
 INFINITY_DROP = rf"{IMAGE}|s[456]\.(block_in|hidden|block\d.*)|s3\.(block_in|hidden)|s[345]\.summed_codes"
 VARIANT_DROP = r"s[456]\.(logits|probs)"
-HART_NETWORKS = r"image|ae\.(img|enc|disc_img|fwd_\w+)"  # what an encoder reads or a decoder writes
+HART_NETWORKS = r"image|ae\.(img|enc|disc_img|fwd_\w+)"  # input of an encoder or output of a decoder
 SAMPLER_DROP = "|".join(
     (
         r"\w+/(image|rope\.\w+)",
@@ -201,7 +201,7 @@ def how_drawn_but_for_some(tensor: Tensor, normal: Tensor) -> dict[str, Any] | N
 
 
 def drawn_recipe(weights: dict[str, Tensor], seed: int, written_out: Sequence[str] = ()) -> dict[str, Any]:
-    """The weights as `recipe.drawn_weights` takes them: finds the order in which they were drawn. Constant zeros are left out."""
+    """Returns the weights in the format of `recipe.drawn_weights`, after finding the order in which they were drawn. Drops constant zeros."""
     left = {key: tensor for key, tensor in weights.items() if tensor.is_floating_point() and tensor.any()}
     changed = list(written_out)
     generator, tensors = torch.Generator().manual_seed(seed), {}
@@ -264,7 +264,7 @@ def cut(full: Path, how: Cut) -> None:
         (TARGET / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(full / file, TARGET / file)
     case["expected_left_out"] = how.drop
-    for listed in ("tensors", "summaries"):  # of what the full case stores
+    for listed in ("tensors", "summaries"):  # of the tensors of the full case
         case.pop(listed, None)
     target.with_suffix(".json").write_text(json.dumps(case) + "\n")
 

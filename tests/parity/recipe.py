@@ -15,7 +15,7 @@ WORD = (1 << 64) - 1
 
 
 def unit_noise(key: str, count: int, salt: str) -> np.ndarray:
-    """Uniform numbers of variance 1: splitmix64 of consecutive counters that start at a checksum of salt and key."""
+    """Returns uniform numbers of variance 1: splitmix64 of consecutive counters that start at a checksum of salt and key."""
     start = (zlib.crc32(f"{salt}/{key}".encode()) << 32) & WORD
     with np.errstate(over="ignore"):
         state = (np.arange(1, count + 1, dtype=np.uint64) + np.uint64(start)) * np.uint64(0x9E3779B97F4A7C15)
@@ -27,7 +27,7 @@ def unit_noise(key: str, count: int, salt: str) -> np.ndarray:
 
 
 def spread(key: str, shape: tuple[int, ...]) -> tuple[float, float]:
-    """Standard deviation and mean of a parameter."""
+    """Returns standard deviation and mean of a parameter."""
     *_, parent, last = ("", *key.split("."))
     weight = last == "weight"
     if key == "class_emb.weight":
@@ -62,7 +62,7 @@ def spread(key: str, shape: tuple[int, ...]) -> tuple[float, float]:
 
 
 def recipe_value(key: str, shape: tuple[int, ...], salt: str) -> np.ndarray:
-    """The float32 value of a published parameter."""
+    """Returns the float32 value of a published parameter."""
     noise = unit_noise(key, math.prod(shape), salt).reshape(shape)
     if key.endswith("scale_mul_1H11"):
         value = math.log(4.0) + 0.5 * noise
@@ -74,7 +74,7 @@ def recipe_value(key: str, shape: tuple[int, ...], salt: str) -> np.ndarray:
 
 
 def drawn_value(normal: Tensor, mean: float, deviation: float, factors: Sequence[float] = (1.0,), half: bool = False) -> Tensor:
-    """Standard normal numbers, shifted and scaled. `factors`: of equal parts along the first axis. `half`: rounded to float16."""
+    """Returns normal numbers, shifted and scaled. `factors`: of equal parts along the first axis. `half`: rounded to float16."""
     value = deviation * normal + mean
     value = torch.cat([part * factor for part, factor in zip(value.chunk(len(factors)), factors, strict=True)])
     return value.half().float() if half else value
@@ -104,7 +104,7 @@ def replace_(tensor: Tensor, replaced: dict[str, float]) -> None:
 
 
 def diffusion_noise(seed: int, rows: int, channels: int, steps: int) -> dict[str, Tensor]:
-    """The noise of HART's diffusion: its start, and what every step adds to the conditional half. Numbers are made for both halves."""
+    """Returns the noise of HART's diffusion: the start, and the noise of each step for the conditional half; numbers are drawn for both halves."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(rows, channels, generator=generator)
     noise = [torch.randn(2, rows, channels, generator=generator)[0] for _ in range(steps)]
@@ -128,5 +128,5 @@ RECIPES = {"diffusion_noise": diffusion_noise, "projections": projections}
 
 
 def drawn_tensors(recipes: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
-    """Stored random numbers that a compact case leaves out."""
+    """Returns the random numbers that a compact case does not store."""
     return {name: tensor for kind, settings in recipes.items() for name, tensor in RECIPES[kind](**settings).items()}

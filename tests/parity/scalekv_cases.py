@@ -102,7 +102,7 @@ class TracedSelections(Trace):
         return torch.from_numpy(np.packbits(torch.stack(rows).numpy(), axis=-1))
 
     def packed_row(self, stage: int, layer: int, number: int, size: int) -> Tensor:
-        """A layer that was not compressed has kept all; a case may have nothing in its place."""
+        """Returns the kept keys of a layer; a layer that was not compressed keeps all, and the case may not store it."""
         if (stage, layer) in self.selections:
             return self.mask(self.selections[stage, layer], size)
         stored = self.expected.tensors[f"s{stage}.kept_packed"][number]
@@ -124,7 +124,7 @@ class TracedSelections(Trace):
         return torch.from_numpy(np.unpackbits(packed[layers.index(layer)].numpy(), axis=-1))[..., :cached].bool()
 
     def as_stored(self, selection: Tensor, score: Tensor, stage: int, layer: int) -> Tensor:
-        """The stored selection where it differs only by tokens that score like the last one that is kept."""
+        """Returns the stored selection if it differs only by tokens that tie with the last one kept."""
         stored = self.stored(stage, layer, score.shape[2])
         chosen = self.mask(selection, score.shape[2])
         if stored is None or torch.equal(stored, chosen):
@@ -132,7 +132,7 @@ class TracedSelections(Trace):
         finite = score.masked_fill(score.isinf(), torch.nan)
         border = torch.where(chosen & score.isfinite(), score, torch.inf).amin(dim=2, keepdim=True)
         near = (finite - border).abs() <= NEAR * finite[finite.isfinite()].std()
-        assert ((stored == chosen) | near).all(), f"s{stage}.layer{layer}.kept: tokens differ that are no tie"
+        assert ((stored == chosen) | near).all(), f"s{stage}.layer{layer}.kept: tokens differ without a tie"
         self.settled += int((stored != chosen).any(dim=2).sum())
         return stored.nonzero()[:, 2].view(selection.shape)
 

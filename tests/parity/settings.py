@@ -13,7 +13,7 @@ AUTOENCODER = {"ch": "channels", "ch_mult": "multipliers"}
 
 
 def translated(settings: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The settings among `names`, under the library's names; lists become tuples."""
+    """Returns the settings in `names` under our names; lists become tuples."""
     return {ours: tuple(value) if isinstance(value := settings[theirs], list) else value for theirs, ours in names.items()}
 
 

@@ -105,7 +105,7 @@ def preview_readings(name: str, codes: Tensor, preview: Tensor) -> Read:
 
 
 def compare_decisions(said: dict[str, Any], features: Tensor) -> None:
-    """The decisions of every set of models for the features of one image [1, 2], as the case says them in words."""
+    """Compares the decisions of all sets of models for the features of one image [1, 2] with those in the case's text."""
     assert set(said) <= set(published_decisions()), "decisions"
     for name, stored in said.items():
         models = decisions_named(name)

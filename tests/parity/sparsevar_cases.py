@@ -197,10 +197,10 @@ class StoredFilling(Trace):
         found = self.expected.tensors.get(f"s{stage.index}.{name}")
         return None if found is None else found.long()
 
-    # --- what the reference implementation decides
+    # --- selections of the reference implementation
 
     def change(self, stage: Stage) -> Tensor:
-        """The method's own map; of the last stage, which none follows, made of the blocks that the trace has tapped."""
+        """Returns the method's change map; for the last stage, it is computed from the observed blocks."""
         if stage.index in self.method_change:
             return self.method_change[stage.index]
         change = feature_change(self.inputs[stage.index, self.rules.blocks[0]], self.outputs[stage.index, self.rules.blocks[-1]])
@@ -208,7 +208,7 @@ class StoredFilling(Trace):
         return self.tokens.rows(slice(0, self.batch)).scatter(change[..., None], torch.zeros(self.batch, stage.cells, 1))[..., 0]
 
     def share(self, stage: Stage) -> Tensor:
-        """Relative to the largest change of the whole batch, and the largest of its images: [1]."""
+        """Returns the largest share of an image's cells above the threshold, which is relative to the largest change of the batch: [1]."""
         change = self.change(stage)
         return share_above(change, self.rules.tau, change.amax().view(1, 1)).amax(dim=0, keepdim=True)
 
@@ -220,7 +220,7 @@ class StoredFilling(Trace):
         count = torch.where(count == 0, stage.cells, count)  # a defect: where nothing is to be kept, everything is
         kept = largest_cells(change, count)
         if self.batch == 1:
-            # With the method what is left out stays out. Here it comes back where the share asks for more cells than are left.
+            # The method never returns to skipped cells. The reference does if the share needs more cells than remain.
             there = GridMap(self.method_kept.get(before.index, torch.ones(1, before.cells))[..., None].float(), before.size)
             own = kept & there.at(stage.size, "nearest")[..., 0].bool()
             assert int(count) == stage.cells or torch.equal(self.method_kept[stage.index], own), f"kept: stage {stage.index}"
@@ -248,7 +248,7 @@ class StoredFilling(Trace):
         return Matching(excluded, similarity, self.anchors(stage)[place], excluded & (similarity > self.rules.beta))
 
     def compared_vectors(self, stage: Stage) -> Tensor:
-        """[B, cells, V]. A defect: tokens and channels of the logits are reshaped into one another, not transposed."""
+        """Returns the compared vectors [B, cells, V]. The reference reshapes tokens and channels of the logits instead of transposing them."""
         before = self.stage_before(stage)
         logits = self.logits[before.index].flatten(2)
         mixed = logits.reshape(self.batch, logits.shape[2], before.cells).transpose(1, 2)
@@ -292,7 +292,7 @@ class FillingRun(TraceRun):
     trace: StoredFilling
 
     def count(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        """Known: as many as are stored, so that rows are padded."""
+        """Returns the stored number of tokens, so that rows are padded."""
         self.trace.counted = super().count(stage, canvas)
         return None
 
@@ -328,5 +328,5 @@ class FillingRun(TraceRun):
 
 
 def cells_of(mask: Tensor) -> Tensor:
-    """Cell numbers [B, n] of a mask [B, cells] that marks as many in every row."""
+    """Returns the cell numbers [B, n] of a mask [B, cells] with the same count in every row."""
     return mask.nonzero()[:, 1].view(mask.shape[0], int(mask[0].sum()))

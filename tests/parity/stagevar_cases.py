@@ -48,7 +48,7 @@ def replay_stagevar(folder: Path, case: dict[str, Any], expected: Expected) -> N
 
 
 def method_of(case: dict[str, Any], schedule: Schedule) -> StageVAR:
-    """The released method but for the groups, alpha and the skipped sides, which the cases vary."""
+    """Returns the released method with the case's groups, alpha and skipped sides."""
     depth, groups = case["config"]["depth"], case["config"]["block_chunks"]
     assert depth % groups == 0, f"block_chunks: {groups} for {depth} blocks"
     guided = [stage.index for stage in schedule if stage.index not in case["guidance_off_stages"]]
@@ -76,7 +76,7 @@ def groups_in(expected: Expected, schedule: Schedule) -> Iterator[str]:
 
 
 def stored_rng(expected: Expected, schedule: Schedule) -> StoredRng:
-    """The random numbers from which the method makes the stored projections and representatives, in the order that it documents."""
+    """Returns the random numbers that give the stored projections and representatives, in the documented order."""
     names = list(groups_in(expected, schedule))
     races = [race_won_by(expected.tensors[f"{name}.index"].long(), expected.tensors[f"{name}.probability"]) for name in names]
     projections = [expected.input(f"{name}.q") for name in names]
@@ -84,7 +84,7 @@ def stored_rng(expected: Expected, schedule: Schedule) -> StoredRng:
 
 
 def race_won_by(index: Tensor, probability: Tensor) -> Tensor:
-    """Exponential numbers [1, N] with which tokens of these probabilities are chosen in the order `index` [1, r]."""
+    """Returns exponential numbers [1, N] with which tokens of these probabilities are sampled in the order `index` [1, r]."""
     ratio = torch.linspace(2, 1, index.shape[1])
     return torch.full_like(probability, torch.inf).scatter(1, index, probability.gather(1, index) / ratio)
 

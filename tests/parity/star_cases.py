@@ -90,7 +90,7 @@ def tokenizer_beside(weights: Path, **stated: Any) -> VarTokenizer:
 
 
 def shared_tokenizer(folder: Path, case: dict[str, Any]) -> VarTokenizer:
-    """The tokenizer of the generating cases, whose weights come without an encoder."""
+    """Returns the tokenizer of the generating cases, whose weights have no encoder."""
     weights, config = folder / re.match(FILE, case["weights"]["vae"]).group(), case["config"]
     stated = {name: config[name] for name in STATED_OF_VAE}
     tokenizer = tokenizer_beside(weights, ch=config["vae_ch"], **stated)
@@ -207,7 +207,7 @@ class StarRun:
             self.expected.compare({f"s{stage.index}.h": Reading(to_map(canvas.vectors(own[stage.index]), stage), OWN_MIXTURE)})
 
     def readings(self, noise: float = 0.0, noise_seed: int = 0, revise: Revise | None = None) -> Readings:
-        """Everything that a case may have stored of a run; `noise` is added to the guided logits."""
+        """Returns all tensors that a case may store of a run; `noise` is added to the logits after CFG."""
         model, schedule = self.model, self.schedule
         latent, image = (SMOOTH_LATENT, SMOOTH_IMAGE) if self.sampling.smooth else (LATENT, LATENT)
         trace, stages = Trace(observed=range(len(model.blocks)), noise=noise, noise_seed=noise_seed), StageTrace(schedule)
@@ -251,7 +251,7 @@ class StarRun:
         return found
 
     def probes(self, trace: Trace, seen: dict[str, list[Call]]) -> Readings:
-        """Intermediate results of blocks, as far as the case has stored any."""
+        """Returns the intermediate results of blocks that the case stores."""
         found = {}
         for name in self.expected.tensors:
             if match := re.fullmatch(r"probe\.s(\d+)\.block(\d+)\.(\w+)", name):
@@ -272,7 +272,7 @@ class StarRun:
 
     @torch.inference_mode()
     def own_text_for_every_row(self, call: Call, layer: int) -> Tensor:
-        """Cross-attention before the reference implementation throws away all rows but the first."""
+        """Returns cross-attention of all rows, of which the reference implementation keeps only the first."""
         model = copy(self.model)
         model.config = replace(model.config, as_released=False)
         x, tokens, ctx = call.inputs

@@ -52,12 +52,12 @@ class StoredRng:
 
 
 def shaped(stored: Tensor, shape: Sequence[int]) -> Tensor:
-    assert stored.numel() == math.prod(shape), f"random numbers {tuple(shape)} were asked for, {tuple(stored.shape)} are stored"
+    assert stored.numel() == math.prod(shape), f"random numbers {tuple(shape)} were requested; {tuple(stored.shape)} are stored"
     return stored.view(tuple(shape))
 
 
 def with_both_cfg_branches(guidance: Guidance, schedule: Schedule) -> StageGuidance:
-    """The same scales, but the unconditional branch runs even if no stage mixes it in, as in the reference implementations."""
+    """Returns the same guidance scales with an unconditional branch that always runs, as in the reference implementations."""
     return StageGuidance(values=(*guidance.scales(schedule), 0.0))
 
 

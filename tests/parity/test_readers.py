@@ -34,7 +34,7 @@ PARTLY_READ = {"lvl_embed.weight", "cfg_uncond", "lvl_embed_2.weight"}  # Infini
 
 
 def copy_of(case: str, tmp_path: Path) -> Path:
-    """The folder of a case that can be damaged, beside the weights that it shares with others."""
+    """Returns a copy of a case's folder that a test may modify, next to the weights that it shares."""
     shared = "star/vae"
     for folder in (case, shared) if case.startswith("star/") else (case,):
         shutil.copytree(COMPACT / folder, tmp_path / folder)
@@ -47,7 +47,7 @@ def copy(tmp_path: Path) -> Path:
 
 
 def change_one_value(path: Path, key: str, by: float, position: int | None = None) -> None:
-    """Whole numbers change by 1."""
+    """Changes one value; integers by 1."""
     tensors = load_file(path)
     flat = tensors[key].view(-1)
     flat[flat.numel() // 2 if position is None else position] += by if flat.is_floating_point() else 1
@@ -178,7 +178,7 @@ EXPECTATIONS = {
 
 
 def differing(description: Path) -> set[str]:
-    """The names of all tensors that differ: the replay goes on after each."""
+    """Returns the names of all tensors that differ; the replay continues after each."""
     found: set[str] = set()
 
     def noted(check: Callable[..., None]) -> Callable[..., None]:

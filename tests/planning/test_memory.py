@@ -96,7 +96,7 @@ def generated(family: str, method: Method, spec: CacheSpec, **settings: Any) -> 
 
 
 def reserved(family: str, method: Method, rows: int = 2 * IMAGES) -> CacheSpec:
-    """The sizes that a request of the pipeline reserves."""
+    """Returns the sizes that a request reserves."""
     model, schedule = tiny.shared_pipeline(family).model, tiny.schedule_of(family)
     return reserved_cache(model, schedule, method.forecast(model, schedule, rows > IMAGES), IMAGES, rows)
 
@@ -123,7 +123,7 @@ every_family = pytest.mark.parametrize("family", tiny.FAMILIES)
 every_method = pytest.mark.parametrize("method", FIXED.values(), ids=FIXED)
 
 
-# --- what is reserved is what is allocated
+# --- reserved memory equals allocated memory
 
 
 @every_family
@@ -216,7 +216,7 @@ DATA_DEPENDENT = {
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that was used before may hold anything."""
+    """Fills new memory with arbitrary values."""
     allocate = CacheSpec.allocate
 
     def filled(self: CacheSpec, tokens: int) -> tuple[Tensor, Tensor]:
@@ -394,7 +394,7 @@ def meta(name: str) -> tuple[Any, Any, Schedule]:
     return model, tokenizer, spec.settings.schedules.choose(None, None)
 
 
-MEASURED = {  # GB on an H200: dense, eager, in bfloat16; images, and tokens of the longest text, are those of `benchmarks.suites`
+MEASURED = {  # GB on an H200: dense, eager, in bfloat16; images and tokens of the longest text as in `benchmarks.suites`
     ("infinity-2b", 1, 50): 8.47,
     ("infinity-2b", 4, 77): 19.57,
     ("infinity-8b", 1, 50): 25.22,
@@ -452,7 +452,7 @@ def test_what_is_remembered_is_what_spans_store(family: str, method: Method, mon
     assert stored_bytes(pipe.model, DENSE, 5) == {}
 
 
-# --- images that go on apart
+# --- images that continue separately
 
 
 @pytest.mark.parametrize("family", tiny.KINDS)

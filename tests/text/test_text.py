@@ -28,7 +28,7 @@ LONG = "a red dog sits on the mat and looks at the cat"
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Unigram over whole words and single letters, <pad>=0, </s>=1, <unk>=2, end token appended: the layout of T5's."""
+    """Saves a unigram tokenizer of words and letters with T5's layout: <pad>=0, </s>=1, <unk>=2, and an end token."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -10.0)]
@@ -73,7 +73,7 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(saved_model: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
+    """Returns a copy that a test may modify."""
     return Path(shutil.copytree(saved_model, tmp_path / "t5"))
 
 
@@ -87,7 +87,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def count_encoded_prompts(encoder: TextEncoder) -> list[int]:
-    """One entry per forward call: how many prompts it encoded."""
+    """Records the number of prompts of each forward call."""
     batches: list[int] = []
 
     def note(_module: torch.nn.Module, _args: tuple[()], kwargs: dict[str, Tensor]) -> None:
@@ -98,7 +98,7 @@ def count_encoded_prompts(encoder: TextEncoder) -> list[int]:
 
 
 def hub_that_returns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
-    """One entry per request: the repository and the patterns of the files asked for."""
+    """Records the repository and file patterns of each request."""
     requests: list[tuple[str, list[str]]] = []
 
     def download(name: str, patterns: list[str]) -> Path:

@@ -25,7 +25,7 @@ LONG = "a red dog on a mat"
 
 
 def save_tokenizer(folder: Path, pad_token: str = "!", **settings: Any) -> None:
-    """One token per letter, between a start and an end token; the files of Stable Diffusion 2.1, which have no tokenizer.json."""
+    """Saves a tokenizer with one token per letter, and start and end tokens, in the files of Stable Diffusion 2.1 (no tokenizer.json)."""
     from tokenizers import pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # "!" is the first
@@ -71,7 +71,7 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(saved_model: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
+    """Returns a copy that a test may modify."""
     return Path(shutil.copytree(saved_model, tmp_path / "clip"))
 
 

@@ -32,7 +32,7 @@ class Kind:
     name: str
     repository: str
     model_folder: str
-    first_absent: dict[str, str]  # removed file -> what the message says is absent
+    first_absent: dict[str, str]  # removed file -> missing file in the message
 
 
 KINDS = {
@@ -78,7 +78,7 @@ def saved_model(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(saved_model: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
+    """Returns a copy that a test may modify."""
     return Path(shutil.copytree(saved_model, tmp_path / "encoder"))
 
 
@@ -134,7 +134,7 @@ def test_offloaded_weights_are_on_the_device_only_while_it_encodes(kind: Kind, s
     encoder, plain = kind.encoder(saved_model, offload=True), kind.encoder(saved_model)
     assert_close(encoder([SHORT]), plain([SHORT]))
     before = {name: weight.clone() for name, weight in encoder._model.named_parameters()}
-    monkeypatch.setattr(encoder, "device", torch.device("meta"))  # stands for a GPU
+    monkeypatch.setattr(encoder, "device", torch.device("meta"))  # represents a GPU
     for failing in (False, True):
         with pytest.raises(ZeroDivisionError) if failing else nullcontext(), encoder._weights_on_device():
             assert {weight.device.type for weight in encoder._model.parameters()} == {"meta"}

@@ -37,7 +37,7 @@ TEXT_SHAPE = {
 
 
 def save_tokenizer(folder: Path, padding_side: str = "right", pad_token: str | None = PAD) -> None:
-    """One token per byte: a text has as many tokens as ASCII characters. No start or end token, as Qwen2's."""
+    """Saves a tokenizer with one token per byte, without start and end tokens, like Qwen2's."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -81,7 +81,7 @@ def saved_model(saved_models: dict[tuple[str, str], Path]) -> Path:
 
 @pytest.fixture
 def folder(saved_model: Path, tmp_path: Path) -> Path:
-    """A copy that a test may damage."""
+    """Returns a copy that a test may modify."""
     return Path(shutil.copytree(saved_model, tmp_path / "qwen"))
 
 

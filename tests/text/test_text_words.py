@@ -274,7 +274,7 @@ def test_vectors_are_centered_and_of_unit_size_and_keep_what_is_alike_together()
 
 @pytest.fixture(scope="module")
 def sentence_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random BERT whose vocabulary is words and letters."""
+    """Saves a random BERT whose vocabulary consists of words and letters."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("bert")
     letters = "abcdefghijklmnopqrstuvwxyz0123456789"
