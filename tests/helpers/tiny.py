@@ -246,13 +246,13 @@ class Rounding(NamedTuple):
 
 
 # Matrix products of a batch and of a single image round differently. Measured on a CPU over 40 seeds and 3 images per family, with 1 and 2
-# threads: codes are equal, and so are latents that follow from codes (FlexVAR, Infinity); other latents are within 1e-6 (convolutions of VAR
-# and STAR), pixels within 5.3e-6 (FlexVAR 2.2e-5). Permuting a batch permutes the pixels, bit for bit if vectors are wide; repeating a
-# request repeats them bit for bit.
-# HART's first diffusion step multiplies rounding by 2e4 and then clamps, so a few elements move much farther than the others. Over 250 seeds
-# and 3 images its latents moved by 6e-6 (median image), 2e-5 (99 % of the images) and 1.2e-2 (worst image), its pixels by at most 3e-3.
-# Mixtures of codes, which divide rounding by a temperature down to 0.1, moved by at most 1.9e-3, the latents then by 1.6e-5, 1.6e-3 and
-# 8.6e-3. With narrow vectors and merged tokens, pixels of one image moved by 3e-2. Pixels of different images differ by more than 1.
+# threads: codes are equal, and so are latents that follow from codes (FlexVAR, Infinity); other latents are within 1e-6 (convolutions of
+# VAR and STAR), pixels within 5.3e-6 (FlexVAR 2.2e-5). Permuting a batch permutes the pixels, bit for bit if vectors are wide; repeating a
+# request repeats them bit for bit. HART's first diffusion step multiplies rounding by 2e4 and then clamps, so a few elements move much
+# farther than the others. Over 250 seeds and 3 images its latents moved by 6e-6 (median image), 2e-5 (99 % of the images) and 1.2e-2 (worst
+# image), its pixels by at most 3e-3. Mixtures of codes, which divide rounding by a temperature down to 0.1, moved by at most 1.9e-3, the
+# latents then by 1.6e-5, 1.6e-3 and 8.6e-3. With narrow vectors and merged tokens, pixels of one image moved by 3e-2. Pixels of different
+# images differ by more than 1.
 EXACT_LATENTS = Rounding(0, 0, 1e-4)
 ROUNDING = {family: EXACT_LATENTS if family.startswith(("flexvar", "infinity")) else Rounding(1e-2, 1e-5, 1e-4) for family in FAMILIES}
 ROUNDING["hart"] = Rounding(1e-2, 2e-1, 1e-1)

@@ -201,7 +201,7 @@ def how_drawn_but_for_some(tensor: Tensor, normal: Tensor) -> dict[str, Any] | N
 
 
 def drawn_recipe(weights: dict[str, Tensor], seed: int, written_out: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the weights in the format of `recipe.drawn_weights`, after finding the order in which they were drawn. Drops constant zeros."""
+    """Returns the weights for `recipe.drawn_weights`, after finding the order in which they were drawn. Drops constant zeros."""
     left = {key: tensor for key, tensor in weights.items() if tensor.is_floating_point() and tensor.any()}
     changed = list(written_out)
     generator, tensors = torch.Generator().manual_seed(seed), {}

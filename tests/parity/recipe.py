@@ -104,7 +104,7 @@ def replace_(tensor: Tensor, replaced: dict[str, float]) -> None:
 
 
 def diffusion_noise(seed: int, rows: int, channels: int, steps: int) -> dict[str, Tensor]:
-    """Returns the noise of HART's diffusion: the start, and the noise of each step for the conditional half; numbers are drawn for both halves."""
+    """Returns the noise of HART's diffusion: the start, and each step's for the conditional half. Numbers are drawn for both halves."""
     generator = torch.Generator().manual_seed(seed)
     start = torch.randn(rows, channels, generator=generator)
     noise = [torch.randn(2, rows, channels, generator=generator)[0] for _ in range(steps)]

@@ -248,7 +248,7 @@ class StoredFilling(Trace):
         return Matching(excluded, similarity, self.anchors(stage)[place], excluded & (similarity > self.rules.beta))
 
     def compared_vectors(self, stage: Stage) -> Tensor:
-        """Returns the compared vectors [B, cells, V]. The reference reshapes tokens and channels of the logits instead of transposing them."""
+        """Returns the compared vectors [B, cells, V]. The reference reshapes tokens and channels of the logits, a defect."""
         before = self.stage_before(stage)
         logits = self.logits[before.index].flatten(2)
         mixed = logits.reshape(self.batch, logits.shape[2], before.cells).transpose(1, 2)
