@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from typing import Protocol, TypeVar
 
@@ -43,7 +44,7 @@ def parse_aspect(aspect: float | str) -> float:
     except (ValueError, TypeError):
         ratio = 0.0
     if not 0 < ratio < float("inf"):
-        raise SizeError(f'aspect {aspect!r}: give "width:height" such as "16:9", or height / width as a number')
+        raise SizeError(f'aspect must be "W:H" such as "16:9", or height / width as a number; got {aspect!r}.')
     return ratio
 
 
@@ -202,7 +203,7 @@ class InfinitySchedules:
             budget = self.budget if size is None else size
             if budget not in self.budgets:
                 raise SizeError(f"unknown pixel budget {budget!r}; choose one of {', '.join(self.budgets)}, or (height, width)")
-            return infinity_stages(self._template(1.0 if aspect is None else parse_aspect(aspect)), self.budgets[budget])
+            return infinity_stages(self._template(aspect), self.budgets[budget])
         wanted = without_aspect(parse_size(size), aspect)
         found = infinity_images(self.pixels_per_token).get(wanted)
         if found is None:
@@ -213,9 +214,11 @@ class InfinitySchedules:
         return list(infinity_images(self.pixels_per_token))
 
     @staticmethod
-    def _template(ratio: float) -> float:
-        nearest = sorted(INFINITY_SIZES, key=lambda template: abs(template - ratio))
-        if abs(nearest[0] - ratio) / ratio > FARTHEST_ASPECT:
-            named = ", ".join(str(template) for template in nearest[:3])
-            raise SizeError(f"no schedule for height / width = {ratio:.3g}; nearest: {named} (all: {sorted(INFINITY_SIZES)})")
-        return nearest[0]
+    def _template(aspect: AspectLike) -> float:
+        ratio = 1.0 if aspect is None else parse_aspect(aspect)
+        nearest = min(INFINITY_SIZES, key=lambda template: abs(template - ratio))
+        if abs(nearest - ratio) / ratio > FARTHEST_ASPECT:
+            pairs = [Fraction(template).limit_denominator(7).as_integer_ratio() for template in sorted(_TALL, reverse=True)]
+            wide, tall = (", ".join(f"{sides[0]}:{sides[1]}" for sides in order) for order in (pairs, [pair[::-1] for pair in pairs]))
+            raise SizeError(f"aspect must be W:H with one of {wide}, {tall.removesuffix(', 1:1')}, or near one of them; got {aspect!r}.")
+        return nearest

@@ -139,9 +139,8 @@ def test_aspect_strings_are_width_to_height(aspect: str, template: float) -> Non
 
 
 @pytest.mark.parametrize("aspect", [3.5, 0.28, "4:1", "1:4"])
-def test_ratios_far_from_all_templates_are_refused_with_the_nearest(aspect: float | str) -> None:
-    nearest = "3.0, 2.5, 2.0" if parse_aspect(aspect) > 1 else "0.333, 0.4, 0.5"
-    with pytest.raises(SizeError, match=f"nearest: {nearest}"):
+def test_ratios_far_from_all_templates_are_refused_with_all_others(aspect: float | str) -> None:
+    with pytest.raises(SizeError, match=f"one of 3:1, 5:2, .*, 1:1, 1:3, .* got {aspect!r}"):
         InfinitySchedules().choose("1M", aspect)
 
 
@@ -299,7 +298,7 @@ def test_aspects_become_height_over_width(aspect: float | str, ratio: float) -> 
     "aspect", ["", "wide", ":", "16:", "16:9:1", "0:9", "16:0", "-16:9", 0, -1.5, "inf", "nan", float("inf"), float("nan"), "1:inf"]
 )
 def test_impossible_aspects_are_refused(aspect: float | str) -> None:
-    with pytest.raises(SizeError, match="width:height"):
+    with pytest.raises(SizeError, match="W:H"):
         parse_aspect(aspect)
 
 

@@ -14,22 +14,35 @@ from torch import Tensor
 from ..cache import CacheSpec, LayerCache, Workspace
 from ..errors import SettingError
 from ..stage import Schedule, Stage, Tokens
-from .method import Method, MethodRun, Plans, Restored, RunSetup, StagePlan, TokenCounts, forecast_of, restored_by, run_of, selected_by
+from .method import (
+    Method,
+    MethodRun,
+    Plans,
+    Restored,
+    RunSetup,
+    StagePlan,
+    TokenCounts,
+    forecast_of,
+    restored_by,
+    run_of,
+    selected_by,
+    shown,
+)
 
 if TYPE_CHECKING:
     from ..canvas import Canvas
     from ..models.base import NextScaleModel
 
 
-REFUSAL, ADVICE = "these methods cannot be combined:", "choose one of the methods, or other stages for one of them"
+REFUSAL, ADVICE = "cannot be combined:", "choose one of the methods, or other stages for one of them"
 
 
-def merged(plans: Sequence[StagePlan], stage: int) -> StagePlan:
+def merged(plans: Sequence[StagePlan], stage: int, names: str) -> StagePlan:
     """Returns the plans of several methods for a stage in one; conflicts raise SettingError."""
     try:
         return reduce(StagePlan.merge, plans)
     except ValueError as error:
-        raise SettingError(f"{REFUSAL} at stage {stage} {error}; {ADVICE}.") from error
+        raise SettingError(f"{names} {REFUSAL} at stage {stage} {error}; {ADVICE}.") from error
 
 
 def source(plans: Sequence[StagePlan], stage: int, name: Hashable) -> int | None:
@@ -37,7 +50,7 @@ def source(plans: Sequence[StagePlan], stage: int, name: Hashable) -> int | None
     return next((earlier for earlier in reversed(range(stage)) if name in plans[earlier].stores), None)
 
 
-def require_sources(alone: Sequence[StagePlan], together: Sequence[StagePlan], data_dependent: bool) -> None:
+def require_sources(alone: Sequence[StagePlan], together: Sequence[StagePlan], data_dependent: bool, names: str) -> None:
     """Raises SettingError unless a method, planned `alone`, reads and observes the same stages when all methods run together.
 
     A data-dependent method runs all cells where it has observed nothing.
@@ -45,7 +58,7 @@ def require_sources(alone: Sequence[StagePlan], together: Sequence[StagePlan], d
     for stage, plan in enumerate(alone):
         observed = [earlier for earlier in range(stage) if alone[earlier].observed and not data_dependent]
         if plan.num_tokens and not together[stage].skip and observed and all(together[earlier].skip for earlier in observed):
-            raise SettingError(f"{REFUSAL} stage {stage} chooses cells by stages {observed}, which all are skipped; {ADVICE}.")
+            raise SettingError(f"{names} {REFUSAL} stage {stage} chooses cells by stages {observed}, which all are skipped; {ADVICE}.")
         for span in () if together[stage].skip else plan.spans:
             for name in span.needs:
                 expected, found = source(alone, stage, name), source(together, stage, name)
@@ -55,7 +68,7 @@ def require_sources(alone: Sequence[StagePlan], together: Sequence[StagePlan], d
                         if expected is None
                         else f"stage {expected} computes, and another method skips or replaces"
                     )
-                    raise SettingError(f"{REFUSAL} at stage {stage} the span {span.layers} ({span.key}) needs what {needed}; {ADVICE}.")
+                    raise SettingError(f"{names} {REFUSAL} at stage {stage} the span {shown(span)} needs what {needed}; {ADVICE}.")
 
 
 @dataclass(frozen=True)
@@ -90,14 +103,15 @@ class Combined(Method):
         return all(method.capturable for method in self.methods)
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
+        names = " and ".join(type(method).__name__ for method in self.methods)
         for kind in sorted(self.exclusive):
             several = [type(method).__name__ for method in self.methods if kind in method.exclusive]
             if len(several) > 1:
-                raise SettingError(f"{REFUSAL} each of {' and '.join(several)} changes {kind}; {ADVICE}.")
+                raise SettingError(f"{names} {REFUSAL} each of {' and '.join(several)} changes {kind}; {ADVICE}.")
         forecasts = [forecast_of(method, model, schedule, guided, kept) for method in self.methods]
-        together = tuple(merged(plans, stage) for stage, plans in enumerate(zip(*forecasts, strict=True)))
+        together = tuple(merged(plans, stage, names) for stage, plans in enumerate(zip(*forecasts, strict=True)))
         for method, alone in zip(self.methods, forecasts, strict=True):
-            require_sources(alone, together, method.data_dependent)
+            require_sources(alone, together, method.data_dependent, names)
         return together
 
     def start(self, setup: RunSetup) -> MethodRun:

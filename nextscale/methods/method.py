@@ -102,6 +102,12 @@ class Span(Protocol):
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor: ...
 
 
+def shown(span: Span) -> str:
+    """Returns the span's name and blocks for messages."""
+    first, last = span.layers.start, span.layers.stop - 1
+    return f"{span.key} (block {first})" if first == last else f"{span.key} (blocks {first} to {last})"
+
+
 @dataclass(frozen=True, slots=True)
 class StagePlan:
     """What a stage will do. A hashable value that fixes all shapes."""
@@ -126,13 +132,13 @@ class StagePlan:
         ordered = sorted(self.spans, key=lambda span: span.layers.start)
         for first, second in pairwise(ordered):
             if second.layers.start < first.layers.stop:
-                raise ValueError(f"two spans run the same blocks: {first.layers} ({first.key}) and {second.layers} ({second.key})")
+                raise ValueError(f"two spans run the same blocks: {shown(first)} and {shown(second)}")
         for span in self.spans:
             inside = [layer for layer in self.observed if layer in span.layers]
             if span.whole_stage and self.num_tokens is not None:
-                raise ValueError(f"the span {span.layers} ({span.key}) needs every cell of the stage, which another method reduces")
+                raise ValueError(f"the span {shown(span)} needs every cell of the stage, which another method reduces")
             if inside:
-                raise ValueError(f"block {inside[0]} cannot be observed: the span {span.layers} ({span.key}) runs it as a group")
+                raise ValueError(f"block {inside[0]} cannot be observed: the span {shown(span)} runs it as a group")
 
     @property
     def stores(self) -> frozenset[Hashable]:
@@ -147,10 +153,10 @@ class StagePlan:
         guided_layers = guided_layers if self.cfg_branches == "both" else ()
         for span in self.spans:
             if span.layers.start < 0 or span.layers.stop > depth:
-                raise ValueError(f"the span {span.layers} ({span.key}) does not fit a model with blocks 0 to {depth - 1}")
+                raise ValueError(f"the span {shown(span)} does not fit a model with blocks 0 to {depth - 1}")
             hidden = [layer for layer in guided_layers if layer in span.layers[:-1]]
             if hidden:
-                raise ValueError(f"guidance after block {hidden[0]} would be lost inside the span {span.layers} ({span.key})")
+                raise ValueError(f"guidance after block {hidden[0]} would be lost inside the span {shown(span)}")
         absent = [layer for layer in self.observed if not 0 <= layer < depth]
         if absent:
             raise ValueError(f"block {absent[0]} cannot be observed: the model has blocks 0 to {depth - 1}")

@@ -798,7 +798,7 @@ def test_guidance_off_goes_with_spans_of_others(family: str) -> None:
 def test_a_method_that_reduces_the_stage_to_restore_from_is_refused() -> None:
     pipe = tiny.shared_pipeline("star")
     combined = Combined((KeepAt(2, (0.5, 0.5)), StageVAR()))
-    with pytest.raises(SettingError, match=r"at stage 2 the span .* \(StoredGroup\) needs every cell of the stage"):
+    with pytest.raises(SettingError, match=r"at stage 2 the span StoredGroup \(blocks? .*\) needs every cell of the stage"):
         combined.forecast(pipe.model, tiny.schedule_of("star"))
     Combined((KeepAt(1, (0.5, 0.5)), StageVAR())).forecast(pipe.model, tiny.schedule_of("star"))
 
