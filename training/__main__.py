@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +18,7 @@ from nextscale.cli.options import MACHINE, Device, Force, grouped, out_option
 from nextscale.cli.parse import parse_size
 from nextscale.cli.program import Program
 from nextscale.errors import SettingError
-from nextscale.io import write_image
+from nextscale.io import write_image, write_text
 from nextscale.loading.load import choose_device, load_module
 from nextscale.loading.presets import NANO_MODEL, NANO_TOKENIZER
 from nextscale.metrics import Lpips
@@ -25,13 +27,13 @@ from nextscale.schedules import INFINITY_SIZES
 from nextscale.text.words import FILE_NAME, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer
 
-from .data import Pictures, read_pictures
+from .data import Pictures, decoded, read_pictures
 from .export import MODEL, TOKENIZER, write_bundle
 from .lora import LoraTraining, train_lora
 from .lora_data import read_captioned
 from .model import train_model
 from .model_settings import ModelTraining, check_parts, check_training
-from .records import read_records
+from .records import Record, read_records
 from .run import Budget
 from .scenes import Mix, Scenes
 from .settings import changed
@@ -197,6 +199,49 @@ def sheet(
 
 
 @app.command()
+def judge(
+    data: Data,
+    held_out: Annotated[list[Path], typer.Option("--held-out", metavar="SHARD", help="A shard of captions to draw; can be repeated.")],
+    out: Annotated[Path, out_option("FOLDER", "Folder for judge.json, judge.md and sheets of images.")],
+    edition: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--edition",
+            metavar="NAME=FOLDER",
+            show_default="first",
+            help="A model, and settings of calls: new=runs/model:guidance=5. Without a folder the package's own. Can be repeated.",
+        ),
+    ] = None,
+    size: Annotated[list[int] | None, typer.Option("--size", metavar="SIDE", show_default="256 and 512")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", metavar="N", min=1, help="At most this many prompts of every kind.")] = None,
+    metrics: Annotated[Path | None, typer.Option("--metrics", metavar="FOLDER", help="Folder of metric networks.")] = None,
+    device: Device = None,
+    force: Force = False,
+) -> None:
+    """Compare editions of a model: colors, whole subjects, agreement with prompts, Fréchet distance, diversity, reconstruction.
+
+    The prompts and seeds are the same for all; a column compares the second edition with the first.
+    """
+    from .judge import Counts, Edition, make_exam, sheets, summary, table
+
+    require_writable([out / name for name in ("judge.json", "judge.md")], force)
+    target, editions = choose_device(device), [Edition.parse(text) for text in edition or ["first"]]
+    shown, asked = (read_all(shards) for shards in (data, held_out))
+    asked = (asked[0][:: share_of(asked[0], limit)][:limit], asked[1][:: share_of(asked[1], limit)][:limit])
+    exam = make_exam(shown, asked, decoded(*asked, sorted(set(size or SIDES))), metrics, target, Counts.limited(limit))
+    scores = {}
+    for one in editions:
+        scores[one.name] = exam.take(one, target)
+        typer.echo(f"{one.name}: {scores[one.name].seconds:.0f} s", err=True)
+        for name, image in sheets(exam, one, target).items():
+            write_image(image, out / f"{one.name}-{name}.webp")
+    rows = summary(exam, scores)
+    write_text(json.dumps(rows, indent=2, ensure_ascii=False) + "\n", out / "judge.json")
+    write_text(table(rows), out / "judge.md")
+    typer.echo(table(rows))
+
+
+@app.command()
 def bundle(
     weights: Annotated[Path, typer.Option("--weights", metavar="FILE", help="What `python -m training model` wrote.")],
     tokenizer: TrainedTokenizer,
@@ -241,6 +286,16 @@ def lora(
     pictures = read_captioned(data)
     train_lora(nextscale.load(model, device=device), pictures, out, budget, settings, None if size is None else parse_size(size))
     typer.echo(f"{out}: nextscale generate -m {model} --lora {out} PROMPT")
+
+
+def read_all(shards: Sequence[Path]) -> tuple[list[Record], list[bytes]]:
+    found = [read_records(shard) for shard in shards]
+    return [record for records, _ in found for record in records], [file for _, files in found for file in files]
+
+
+def share_of(items: Sequence[object], limit: int | None) -> int:
+    """Returns the step at which `limit` items are spread over all of them."""
+    return 1 if limit is None else max(1, len(items) // limit)
 
 
 def require_file_name(file: Path) -> None:

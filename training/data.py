@@ -70,6 +70,11 @@ def read_pictures(shards: Sequence[Path], sides: Sequence[int]) -> dict[int, Pic
         files += contents
     if not records:
         raise PromptError("no pictures: name at least one shard (.tar) that holds captions.jsonl and pictures")
+    return decoded(records, files, sides)
+
+
+def decoded(records: Sequence[Record], files: Sequence[bytes], sides: Sequence[int]) -> dict[int, Pictures]:
+    """Decodes pictures at several sides."""
     pixels = {side: torch.empty(len(records), 3, side, side, dtype=torch.uint8) for side in sides}
 
     def decode(position: int) -> None:

@@ -121,8 +121,10 @@ class BlockParts(NamedTuple):
         )
 
 
+PLAIN = BlockParts()
+
+
 def forced_block(
-    parts: BlockParts,
     block: Block,
     x: Tensor,
     modulation: Modulation,
@@ -131,6 +133,7 @@ def forced_block(
     logit_scale: Tensor | None,
     rotation: tuple[Tensor, Tensor],
     windows: tuple[Window, ...],
+    parts: BlockParts = PLAIN,
 ) -> Tensor:
     """Computes `Block.forward` over a whole pyramid."""
     q, k, v = parts.before_attention(block, x, modulation, logit_scale, *rotation)
@@ -148,8 +151,8 @@ def stage_weights(stages: Sequence[Stage]) -> Tensor:
 class ForcedPass:
     """An Infinity over the first stages of a schedule at once; computes what the stage loop computes one after another."""
 
-    def __init__(self, model: Infinity, schedule: Schedule, stages: int, parts: BlockParts = BlockParts()) -> None:  # noqa: B008
-        self.model, self.parts = model, parts
+    def __init__(self, model: Infinity, schedule: Schedule, stages: int, run_block: Callable[..., Tensor] = forced_block) -> None:
+        self.model, self.run_block = model, run_block
         self.stages = schedule.stages[:stages]
         self.windows = stage_windows(self.stages, model.device)
         self.weights = stage_weights(self.stages).to(model.device)
@@ -165,7 +168,7 @@ class ForcedPass:
         for layer, block in enumerate(model.stack):
             logit_scale = condition.logit_scales[layer]
             text, mask = condition.text.keys_values[layer], condition.text.mask
-            x = forced_block(self.parts, block, x, condition.modulation[layer], text, mask, logit_scale, self.rotation, self.windows)
+            x = self.run_block(block, x, condition.modulation[layer], text, mask, logit_scale, self.rotation, self.windows)
         dtype = model.head.weight.dtype
         hidden = torch.addcmul(condition.head.shift.to(dtype), model.head_norm(x.to(dtype)), condition.head.scale.to(dtype))
         zero, one = model.head(hidden).float().unflatten(-1, (-1, 2)).unbind(-1)

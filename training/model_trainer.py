@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from nextscale.tokenizers import InfinityTokenizer
 from .data import Pictures
 from .export import MODEL as WEIGHTS
 from .export import WORDS
-from .forcing import BlockParts, ForcedPass, forced_pyramid
+from .forcing import BlockParts, ForcedPass, forced_block, forced_pyramid
 from .model_settings import ModelTraining
 from .optim import MasterWeights, Optimizers
 from .run import Average, learning_rate
@@ -92,7 +93,7 @@ class ModelTrainer:
             "average_words": self.average_words.module,
         }
         self._passes: dict[tuple[Schedule, int], ForcedPass] = {}
-        self._parts = BlockParts.compiled() if settings.compile else BlockParts()
+        self._run_block = partial(forced_block, parts=BlockParts.compiled()) if settings.compile else forced_block
         self._generator = torch.Generator(device)
 
     def _parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -110,7 +111,7 @@ class ModelTrainer:
     def forced_pass(self, schedule: Schedule, stages: int) -> ForcedPass:
         key = (schedule, stages)
         if key not in self._passes:
-            self._passes[key] = ForcedPass(self.working, schedule, stages, self._parts)
+            self._passes[key] = ForcedPass(self.working, schedule, stages, self._run_block)
         return self._passes[key]
 
     @torch.no_grad()
