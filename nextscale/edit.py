@@ -37,6 +37,11 @@ class Paste:
     weight: Tensor  # [B, 1, H, W], from 0 (the image) to 1 (the generated pixels)
     boxes: tuple[Box, ...]  # where the generated pixels of each image belong
 
+    @classmethod
+    def joined(cls, several: Sequence[Paste]) -> Paste:
+        levels, weight = (torch.cat([getattr(one, name) for one in several]) for name in ("levels", "weight"))
+        return cls(levels, weight, tuple(box for one in several for box in one.boxes))
+
     def __call__(self, pixels: Tensor, rows: Sequence[int] | None = None) -> Tensor:
         """Returns pixels [B, 3, H, W] in [-1, 1]. rows: the images that `pixels` [B, 3, h, w] stand for; None: all of them."""
         rows = range(len(self.boxes)) if rows is None else rows

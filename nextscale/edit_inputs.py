@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, get_args
@@ -70,13 +70,34 @@ class EditOptions:
 class EditInputs:
     """The images of an edit at the size of a schedule."""
 
-    pixels: Tensor  # [B, 3, H, W] in [-1, 1], with the hole filled
+    schedule: Schedule
+    levels: Tensor  # [B, 3, H, W], uint8, with the hole filled
     mask: Tensor  # [B, 1, H, W], True where the image changes
     from_stage: tuple[int, ...]
     paste: Paste | None
+    near_mask: bool  # late stages leave out cells away from the mask
 
     def __len__(self) -> int:
         return len(self.from_stage)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the result."""
+        height, width = (self.levels if self.paste is None else self.paste.levels).shape[2:]
+        return height, width
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for edits that can share a batch."""
+        return self.schedule, self.size, self.from_stage, self.paste is None, self.near_mask
+
+    @classmethod
+    def joined(cls, several: Sequence[EditInputs]) -> EditInputs:
+        """Returns edits with the same key as one."""
+        first, pastes = several[0], [one.paste for one in several if one.paste is not None]
+        paste = Paste.joined(pastes) if pastes else None
+        levels, mask = (torch.cat([getattr(one, name) for one in several]) for name in ("levels", "mask"))
+        return cls(first.schedule, levels, mask, tuple(stage for one in several for stage in one.from_stage), paste, first.near_mask)
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -84,9 +105,10 @@ class EditInputs:
         return tuple(self.mask.float().mean(dim=(1, 2, 3)).tolist())
 
     @torch.inference_mode()
-    def encoded(self, tokenizer: Tokenizer, schedule: Schedule, continuous: bool) -> Edit:
+    def encoded(self, tokenizer: Tokenizer, continuous: bool) -> Edit:
         """Encodes the images. continuous: the latent of the last stage is completed by a residual (HART)."""
-        features = tokenizer.features(self.pixels.to(tokenizer.device))
+        schedule = self.schedule
+        features = tokenizer.features(from_levels(self.levels.to(tokenizer.device)))
         codes = tokenizer.quantize(features, schedule)
         mask = self.mask.to(tokenizer.device)
         cells, gate = tuple(touched(mask, stage.size) for stage in schedule), touched(mask, tokenizer.map_size(schedule[-1]))
@@ -196,8 +218,10 @@ def read_edit(
     size: SizeLike,
     aspect: AspectLike,
     pixels: int,
-) -> tuple[EditInputs, Schedule]:
+) -> EditInputs:
     """Returns images and masks at the size of the schedule that fits them. pixels: of a token, along one side."""
+    if isinstance(image, EditInputs):
+        return image
     images = read_image(image)
     masks = [torch.ones(one.shape[1:]) for one in images] if mask is None else read_mask(mask)
     count = max(len(images), len(masks))
@@ -233,7 +257,7 @@ def read_edit(
     feather = pixels if options.feather is None else options.feather
     weights = torch.stack([torch.minimum(ramp(weight > 0, feather), weight) for _, weight in frames])[:, None]
     paste = Paste(torch.stack([levels for levels, _ in frames]), weights, tuple(boxes)) if options.paste else None
-    return EditInputs(from_levels(levels), inside, first, paste), schedule
+    return EditInputs(schedule, levels, inside, first, paste, mask is not None and options.near_mask)
 
 
 def fitting_schedule(schedules: Schedules, size: SizeLike, aspect: AspectLike, shape: tuple[int, int], pixels: int) -> Schedule:

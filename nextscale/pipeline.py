@@ -212,6 +212,7 @@ class Pipeline:
         """Changes images: inside a mask (in-painting, and out-painting after `nextscale.expanded`), or all over (variations).
 
         image: a PIL image, a list of images, or a tensor [B, 3, H, W] in [-1, 1]. One image is repeated for several prompts or seeds.
+            EditInputs, which `read_edit` has made, stand for image, mask, strength, options, size and aspect.
         mask: where the image changes: a PIL image (white), or a tensor [H, W] or [B, 1, H, W] in [0, 1]. None is everywhere. Pixels
             outside of it keep their 8-bit levels.
         strength: share of the stages that change the image, in (0, 1]; earlier ones keep its codes. None: 0.6 without a mask; with one,
@@ -221,23 +222,22 @@ class Pipeline:
             and cropped; an error if more than 1/8 would be cut off.
         call: what a call takes, except `revise` and `prefix_codes`.
         """
-        options = options or EditOptions()
         for name in ("revise", "prefix_codes", "edit"):
             require(name not in call, name, "left out of an edit, which sets the codes itself", call.get(name))
         shape, pixels = (self.settings.schedules, size, aspect), self.tokenizer.pixels_per_token
-        inputs, schedule = read_edit(image, mask, strength, options, *shape, pixels)
+        inputs = read_edit(image, mask, strength, options or EditOptions(), *shape, pixels)
         chosen, reason = self.method if method is None else resolve_method(method), None
         with self._lock():
             prompts = read_prompts(self.reader, prompt, seed)
             images = max(len(prompts), len(inputs))
             prompts = prompts.repeat(images) if len(prompts) == 1 else prompts
             require(len(inputs) in (1, images), "image", f"one for all {images} prompts, or one each", f"{len(inputs)} images")
-            if mask is not None and options.near_mask:
-                chosen, reason = self._beside_near_mask(chosen, schedule, images)
-            edit = inputs.encoded(self.tokenizer, schedule, self.model.adds_residual)
+            if inputs.near_mask:
+                chosen, reason = self._beside_near_mask(chosen, inputs.schedule, images)
+            edit = inputs.encoded(self.tokenizer, self.model.adds_residual)
         edit = edit if len(inputs) == images else edit.repeat(images)
         prefix = edit.codes[: min(inputs.from_stage)]
-        output = self(prompts, seed=seed, size=schedule, method=chosen, prefix_codes=prefix, edit=edit, **call)
+        output = self(prompts, seed=seed, size=inputs.schedule, method=chosen, prefix_codes=prefix, edit=edit, **call)
         found = EditReport(inputs.shares, inputs.from_stage)
         return replace(output, report=replace(output.report, edit=found, selection_reason=reason or output.report.selection_reason))
 

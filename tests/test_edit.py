@@ -485,9 +485,9 @@ def test_images_are_turned_as_their_camera_says() -> None:
 
 def test_other_sizes_are_resized_and_cropped_a_little() -> None:
     def read(width: int, height: int, size: Any = None, schedules: Any = InfinitySchedules("0.06M", 8)) -> tuple[int, int]:  # noqa: B008
-        inputs, schedule = read_edit(Image.new("RGB", (width, height)), None, None, EditOptions(), schedules, size, None, 8)
-        assert inputs.pixels.shape[2:] == tuple(8 * side for side in schedule.grid)
-        return schedule.grid
+        inputs = read_edit(Image.new("RGB", (width, height)), None, None, EditOptions(), schedules, size, None, 8)
+        assert inputs.size == inputs.levels.shape[2:] == tuple(8 * side for side in inputs.schedule.grid)
+        return inputs.schedule.grid
 
     assert read(400, 300) == (27, 36)
     assert read(512, 512) == (64, 64)  # its own size

@@ -10,6 +10,7 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 
+from ..edit_inputs import EditInputs
 from ..errors import DeadlinePassed, JobCancelled
 from ..report import Report
 from ..validation import is_hashable, require
@@ -57,6 +58,7 @@ class Job:
     partial_stages: frozenset[int] = frozenset()
     watch: Callable[[Partial | tuple[int, GeneratedImage]], None] | None = None
     deadline: float | None = None
+    source: EditInputs | None = None  # a single image that is edited
 
     def __post_init__(self) -> None:
         require(self.seeds, "seeds", "one int per image", self.seeds)
@@ -64,7 +66,8 @@ class Job:
     @property
     def key(self) -> Hashable:
         """Key of jobs that can share a batch; a job whose settings cannot be hashed runs alone."""
-        key = (self.model, self.negative is None, tuple(sorted(self.settings.items(), key=lambda item: item[0])))
+        settings = tuple(sorted(self.settings.items(), key=lambda item: item[0]))
+        key = (self.model, self.negative is None, settings, None if self.source is None else self.source.key)
         return key if is_hashable(key) else id(self)
 
 

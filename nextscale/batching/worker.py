@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..edit_inputs import EditInputs
 from ..errors import NextscaleError, OutOfMemory, PromptError
 from ..report import Report
 from ..text import TextFeatures
@@ -25,6 +26,8 @@ class GeneratesImages(Protocol):
     """Interface that a worker needs from a pipeline."""
 
     reader: PromptReader
+
+    def edit(self, image: EditInputs, prompt: Any, *, seed: Any, **settings: Any) -> Any: ...
 
     def __call__(self, prompt: Any, *, seed: Any, negative: Any, on_stage: Callable[[Any], None], **settings: Any) -> Any: ...
 
@@ -107,7 +110,9 @@ class Worker(Thread):
             pipeline = self._pipelines[job.model]
             read = partial(read_alone, pipeline.reader) if self._same_images else list
             prompts = read([task.job.prompt for task in run])
-            output = pipeline(
+            sources = [task.job.source for task in run if task.job.source is not None]
+            call = partial(pipeline.edit, EditInputs.joined(sources)) if sources else pipeline
+            output = call(
                 prompts,
                 seed=[task.seed for task in run],
                 negative=None if job.negative is None else read([task.job.negative for task in run]),

@@ -61,7 +61,8 @@ def edit(
         picture, area = expanded_image(picture, expand)
     chosen = None if size.size is None and size.aspect is None else choose_schedule(spec.settings.schedules, size.size, size.aspect)
     pixels = without_weights(spec, torch_dtype("float32"))[1].pixels_per_token
-    _, schedule = read_edit(picture, area, strength, options, spec.settings.schedules, chosen, None, pixels)
+    inputs = read_edit(picture, area, strength, options, spec.settings.schedules, chosen, None, pixels)
+    schedule = inputs.schedule
     arguments = sampling.call_arguments(spec, schedule)
     text = sampling.prompt(prompt, spec)
     seed = secrets.randbits(32) if size.seed is None else size.seed
@@ -72,12 +73,8 @@ def edit(
         task = progress.add_task("loading", total=schedule.tokens)
         pipe = model.load(as_released=sampling.as_released)
         found = pipe.edit(
-            picture,
+            inputs,
             text,
-            mask=area,
-            strength=strength,
-            options=options,
-            size=schedule,
             method=acceleration,
             seed=[one.seed for one in pictures],
             on_stage=lambda preview: progress.advance(task, preview.done.stage.cells),

@@ -15,7 +15,8 @@ from .parse import parse_methods, parse_pairs, parse_ray, resolved_method, size_
 
 BATCHING, NETWORK = "Batching", "Network and security"  # panels of the help
 KEY_VARIABLE = "NEXTSCALE_API_KEY"
-TIMEOUTS, SIZES = ("request_timeout", "shutdown_timeout"), ("images", "pixels", "prompt_chars")  # names of --limit
+TIMEOUTS = ("request_timeout", "shutdown_timeout")  # names of --limit
+SIZES = ("images", "pixels", "prompt_chars", "edit_bytes", "upload_pixels")
 
 Texts = list[str] | None
 

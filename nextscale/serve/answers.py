@@ -13,8 +13,6 @@ from .metrics import tokens
 from .pictures import encoded, mask_picture
 from .schema import ImageRequest
 
-PARTIAL, COMPLETED = "image_generation.partial_image", "image_generation.completed"
-
 NO_SETTINGS = (
     *("n", "stream", "partial_images", "user", "safety_identifier", "output_format", "output_compression", "masks"),
     *("aspect", "width", "height"),  # given by the size
@@ -25,19 +23,22 @@ class Answer:
     """Encodes the images of one request. Its methods take time and run outside the event loop."""
 
     def __init__(self, request: ImageRequest, parsed: ParsedRequest) -> None:
-        self._request, self._parsed = request, parsed
+        self._request, self._parsed, source = request, parsed, parsed.source
+        self._kind = "image_generation" if source is None else "image_edit"
+        self._source_tokens = 0 if source is None else source.schedule.tokens
         self._created, self._form = int(time.time()), request.output_format or "png"
         self._common = {"background": "opaque", "output_format": self._form, "quality": "auto", "size": text_of(parsed.size)}
 
     def whole(self, images: Sequence[GeneratedImage]) -> dict[str, Any]:
         """Returns the answer without a stream."""
-        data, more = [self._image(image) for image in images], {"model": self._parsed.model, "usage": usage(images)}
+        more = {"model": self._parsed.model, "usage": usage(images, self._source_tokens)}
+        data = [self._image(image) for image in images]
         return {"created": self._created, "data": data, **self._common, **more}
 
     def partial(self, partial: Partial, number: int) -> str:
         """Returns the event of the partial image with this number."""
         return self._event(
-            PARTIAL,
+            f"{self._kind}.partial_image",
             b64_json=self._encode(partial.image),
             partial_image_index=number,
             image_index=partial.position,
@@ -47,7 +48,8 @@ class Answer:
         )
 
     def completed(self, position: int, image: GeneratedImage) -> str:
-        return self._event(COMPLETED, **self._image(image), image_index=position, model=self._parsed.model, usage=usage([image]))
+        spent = usage([image], self._source_tokens)
+        return self._event(f"{self._kind}.completed", **self._image(image), image_index=position, model=self._parsed.model, usage=spent)
 
     def _event(self, kind: str, **content: Any) -> str:
         return event_text(kind, {"type": kind, "created_at": self._created, **self._common, **content})
@@ -71,19 +73,19 @@ class Answer:
         """Returns the resolved fields of a request for this image."""
         given = self._request.model_dump(exclude_none=True, exclude_defaults=True, exclude={*NO_SETTINGS})
         resolved = {"model": self._parsed.model, "seed": seed, "size": text_of(self._parsed.size), "method": self._parsed.method_text}
-        return given | resolved
+        return given | resolved | self._parsed.hashes
 
 
 def event_text(name: str, content: Mapping[str, Any]) -> str:
     return f"event: {name}\ndata: {json.dumps(content, separators=(',', ':'))}\n\n"
 
 
-def usage(images: Sequence[GeneratedImage]) -> dict[str, Any]:
-    """Returns the tokens of the prompt, and those that the network ran for the images in all cfg branches."""
+def usage(images: Sequence[GeneratedImage], source: int) -> dict[str, Any]:
+    """Returns the tokens of the prompt and the edited image, and those that the network ran for the images in all cfg branches."""
     text = images[0].prompt_tokens
     run = sum(round(tokens(image.report)[0]) for image in images)
-    details = {"text_tokens": text, "image_tokens": 0}
-    return {"input_tokens": text, "input_tokens_details": details, "output_tokens": run, "total_tokens": text + run}
+    details = {"text_tokens": text, "image_tokens": source}
+    return {"input_tokens": text + source, "input_tokens_details": details, "output_tokens": run, "total_tokens": text + source + run}
 
 
 def report_of(image: GeneratedImage) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from ..methods.registry import standard_methods
 from ..stage import Schedule
 from .catalogue import Catalogue, Served, parse_method, text_of
 from .compare import Comparer
+from .edits import Editor
 from .errors import ApiError, as_api_error
 from .generations import generate
-from .metrics import GENERATIONS
-from .schema import MAX_PARTIALS, ImageRequest, openapi_body
+from .metrics import EDITS, GENERATIONS
+from .schema import MAX_PARTIALS, EditRequest, ImageRequest, openapi_body, openapi_form
 from .security import COMPARE_PATH, OPEN_FOLDER, Gate, content_security
 from .service import Service
 
@@ -33,7 +34,7 @@ AUTO_POINTS = {"auto:lpips=0.05": Auto(lpips=0.05), "auto:speedup=2": Auto(speed
 def create_app(service: Service) -> FastAPI:
     metrics, settings, content = service.metrics, service.settings, service.content
     app = FastAPI(title="nextscale", version="1", docs_url=None, redoc_url=None)
-    comparer = Comparer(settings.limits)
+    comparer, editor = Comparer(settings.limits), Editor(service)
     names = [*content.models, *content.aliases]
     page = (STUDIO / "index.html").read_text(encoding="utf-8").replace('"/studio/', f'"{settings.root_path}/studio/')
     policy = content_security(page)
@@ -55,6 +56,11 @@ def create_app(service: Service) -> FastAPI:
     async def generations(request: Request) -> Response:
         """Generates images from a prompt."""
         return await generate(request, service)
+
+    @app.post(EDITS, openapi_extra=openapi_form(EditRequest, "image", "mask", "mask_image"))
+    async def edits(request: Request) -> Response:
+        """Changes an image."""
+        return await editor.answer(request)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -4,9 +4,10 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from ..edit_inputs import EditInputs
 from ..errors import NextscaleError, PromptError, SettingError, UnknownModel
 from ..guidance import ResolvedGuidance, resolve_guidance
 from ..methods.combine import Combined
@@ -49,6 +50,8 @@ class ParsedRequest:
     method_text: str  # as it can be requested again, without stop_after_stage
     partial_stages: tuple[int, ...]
     settings: Mapping[str, Any]  # of the pipeline's call
+    source: EditInputs | None = None  # of an edit
+    hashes: dict[str, str] = field(default_factory=dict)  # of the pictures of an edit, by field
 
 
 @dataclass(frozen=True)
@@ -133,13 +136,13 @@ class Catalogue:
             raise UnknownModel(f"model must be one of {', '.join([*self.models, *self.aliases])}; got {name[:80]!r}")
         return served
 
-    def parse(self, request: ImageRequest) -> ParsedRequest:
-        """Raises ApiError with the field that cannot be honored."""
+    def parse(self, request: ImageRequest, chosen: Schedule | None = None) -> ParsedRequest:
+        """Raises ApiError with the field that cannot be honored. chosen: the schedule of an edit."""
         served, images = self.find(request.model), request.n or 1
         require_supported(request)
         prompt = served.prompt("prompt", request.prompt, self.limits.prompt_chars)
         negative = request.negative_prompt and served.prompt("negative_prompt", request.negative_prompt, self.limits.prompt_chars)
-        schedule = served.schedule(request)
+        schedule = chosen or served.schedule(request)
         size = served.pixels(schedule)
         if images > self.limits.images:
             raise refused("n", f"n must be at most {self.limits.images} on this server; got {images}")

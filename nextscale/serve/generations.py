@@ -29,21 +29,34 @@ HEARTBEAT_SECONDS = 15.0  # between comments in a quiet stream, so that no proxy
 
 async def read_body(request: Request, schema: type[Body], seconds: float) -> Body:
     """Reads and validates a body."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    if media_type(request) != "application/json":
         raise ApiError(415, "send JSON, with the header Content-Type: application/json", "unsupported_media_type")
+    return schema.model_validate_json(await read_content(request, seconds))
+
+
+def media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def read_content(request: Request, seconds: float) -> bytes:
     try:
-        content = await asyncio.wait_for(request.body(), seconds)
+        return await asyncio.wait_for(request.body(), seconds)
     except TimeoutError as error:
         raise ApiError(408, f"the body did not arrive within {seconds:.0f} s", "body_timeout") from error
     except ClientDisconnect as error:
         raise JobCancelled("the client has left") from error
-    return schema.model_validate_json(content)
 
 
 async def generate(request: Request, service: Service) -> Response:
     catalogue = service.require_catalogue()
     body = await read_body(request, ImageRequest, service.settings.limits.read_seconds)
     parsed = await run_in_threadpool(catalogue.parse, body)
+    return await respond(request, service, body, parsed)
+
+
+async def respond(request: Request, service: Service, body: ImageRequest, parsed: ParsedRequest) -> Response:
+    """Generates the images of a request, and answers."""
+    catalogue = service.require_catalogue()
     if service.settings.log_prompts:
         log.info("%s %s %r", request.state.request_id, parsed.model, body.prompt)
     answer = Answer(body, parsed)

@@ -11,7 +11,8 @@ from ..errors import OutOfMemory
 from ..pipeline import Pipeline
 from ..report import Report
 
-GENERATIONS = "/v1/images/generations"  # requests that are counted
+GENERATIONS, EDITS = "/v1/images/generations", "/v1/images/edits"
+IMAGE_PATHS = (GENERATIONS, EDITS)  # requests that are counted
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 STAGE_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
 IMAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
@@ -56,11 +57,11 @@ class ServeMetrics:
                     self.gpu_memory.labels(str(device), kind).set_function(partial(read, device))
 
     def request_began(self, path: str) -> None:
-        if path == GENERATIONS:
+        if path in IMAGE_PATHS:
             self.open_requests.inc()
 
     def request_ended(self, path: str, status: int, seconds: float) -> None:
-        if path == GENERATIONS:
+        if path in IMAGE_PATHS:
             self.open_requests.dec()
             self.requests.labels(str(status)).inc()
             self.request_seconds.observe(seconds)

@@ -14,7 +14,10 @@ MAX_LIST = 64
 
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Scale = Annotated[float, Field(ge=-1000, le=1000, allow_inf_nan=False)]
-Side = Annotated[int, Field(ge=1, le=16384)]
+MAX_SIDE = 16384
+MAX_PADDING = 512  # pixels
+
+Side = Annotated[int, Field(ge=1, le=MAX_SIDE)]
 
 
 class ImageRequest(BaseModel):
@@ -76,6 +79,25 @@ class ImageRequest(BaseModel):
     greedy: bool | None = None
 
 
+class EditRequest(ImageRequest):
+    """Fields of a request to change an image, besides its pictures."""
+
+    input_fidelity: Literal["high", "low"] | None = None
+    """Without a mask and strength: 'high' is strength 0.35, 'low' 0.6. With a mask only 'high', which changes nothing."""
+    strength: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    """Share of the stages that change the image. Default: 0.6; with a mask, by the mask."""
+    from_stage: Annotated[int, Field(ge=0, le=MAX_LIST)] | None = None
+    """First stage that changes the image, instead of strength."""
+    fill: Literal["surroundings", "original"] | None = None
+    """Pixels under the mask when the image is encoded; default: surroundings."""
+    grow: Annotated[int, Field(ge=0, le=MAX_PADDING)] = 0
+    """Pixels by which the mask grows."""
+    feather: Annotated[int, Field(ge=0, le=MAX_PADDING)] | None = None
+    """Width in pixels of the ramp inside the mask; default: one token."""
+    padding_mask_crop: Annotated[int, Field(ge=0, le=MAX_SIDE)] | None = None
+    """Edit the box around the mask and this number of pixels more, and answer at the image's own size."""
+
+
 class Comparison(BaseModel):
     """Two images to compare, PNG in base64."""
 
@@ -88,3 +110,10 @@ class Comparison(BaseModel):
 def openapi_body(model: type[BaseModel]) -> dict[str, Any]:
     """Returns the entry in /openapi.json of a route that reads its body itself."""
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": model.model_json_schema()}}}}
+
+
+def openapi_form(model: type[BaseModel], *files: str) -> dict[str, Any]:
+    """Returns the entry of a route that reads a form with these files."""
+    schema = model.model_json_schema()
+    schema["properties"] |= {name: {"type": "string", "format": "binary"} for name in files}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": schema}}}}

@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, as_api_error
-from .metrics import ServeMetrics
+from .metrics import EDITS, ServeMetrics
 from .settings import ServeSettings, host_of
 
 log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class Gate:
 
     def _most_bytes(self, path: str) -> int:
         limits = self._settings.limits
-        return limits.compared_bytes if path == COMPARE_PATH else limits.body_bytes
+        return {COMPARE_PATH: limits.compared_bytes, EDITS: limits.edit_bytes}.get(path, limits.body_bytes)
 
     def _too_large(self, path: str) -> ApiError:
         return ApiError(413, f"the body must have at most {self._most_bytes(path)} bytes", "body_too_large")

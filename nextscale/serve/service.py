@@ -144,6 +144,7 @@ class Service:
             frozenset(parsed.partial_stages),
             watch,
             time.monotonic() + self.settings.request_timeout,
+            parsed.source,
         )
         return self._batcher.submit(job)
 

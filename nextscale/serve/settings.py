@@ -61,6 +61,8 @@ class Limits(Settings):
     pixels: Count = 10 * 1024 * 1024  # of all its images together
     body_bytes: Count = 64 * 1024
     compared_bytes: Count = 32 * 1024 * 1024  # two pictures, of the studio's comparison
+    edit_bytes: Count = 32 * 1024 * 1024  # of a body with pictures to edit
+    upload_pixels: Count = 2**24  # of each of them
     read_seconds: Seconds = 30.0  # to receive the body
 
 

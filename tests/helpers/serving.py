@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import Event, Thread
 from typing import Any
 
@@ -40,7 +41,13 @@ class Steered:
     def hold_after(self, stage: int) -> None:
         self.held_after = stage
 
-    def __call__(self, prompt: Any, *, on_stage: Any = None, **settings: Any) -> Any:
+    def __call__(self, prompt: Any, **settings: Any) -> Any:
+        return self._run(self._pipeline, prompt, **settings)
+
+    def edit(self, image: Any, prompt: Any, **settings: Any) -> Any:
+        return self._run(partial(self._pipeline.edit, image), prompt, **settings)
+
+    def _run(self, call: Callable[..., Any], prompt: Any, *, on_stage: Any = None, **settings: Any) -> Any:
         self.calls.append(list(prompt))
         if (error := self.fails(list(prompt))) is not None:
             raise error
@@ -53,7 +60,7 @@ class Steered:
             if on_stage is not None:
                 on_stage(preview)
 
-        return self._pipeline(prompt, on_stage=steered, **settings)
+        return call(prompt, on_stage=steered, **settings)
 
 
 @dataclass
