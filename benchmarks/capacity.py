@@ -24,11 +24,11 @@ from nextscale.eval.results import Row, read_rows
 from .cells import Column, heads_of, table, table_of
 from .results import RESULTS
 
-DELAY = 0.005  # seconds that a first image waits, as `nextscale serve` has by default
-QUEUED_BATCHES = 8  # full batches that may wait for each GPU, as 128 images did in the measured load
-REFUSED = 0.001  # largest share of refused requests at which a load counts as served
-IMAGES = 50_000  # of a simulation, between 20 and 100 times as long as the allowed latency
-STEPS = 9  # of the search for the highest rate: 0.3 % of the bound
+DELAY = 0.005  # seconds, the default batching delay of `nextscale serve`
+QUEUED_BATCHES = 8  # full batches that may wait for each GPU, like 128 images in the measured load
+REFUSED = 0.001  # maximum share of refused requests for a load that counts as served
+IMAGES = 50_000  # per simulation, limited to 20 to 100 times the allowed latency
+STEPS = 9  # of the search for the highest rate, to 0.3 % of the bound
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class Workload:
 
 
 def workloads(rows: Sequence[Row]) -> list[Workload]:
-    """Returns what was measured end to end on captured graphs at batch 1 and at least one larger batch; the last row of a case counts."""
+    """Returns end-to-end measurements of CUDA graphs at batch 1 and at least one larger batch; the last row of a case is used."""
     cases: dict[tuple[Any, ...], dict[int, Row]] = {}
     for row in rows:
         if row["benchmark"] == "bench" and row.get("engine") == "graphs" and row.get("end_to_end"):

@@ -1,4 +1,4 @@
-"""Markdown tables, their cells, and the sentences below them."""
+"""Markdown tables, their cells and their notes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Column(NamedTuple):
     head: str
     cell: Callable[[Row], str]
     aligned: str = "r"  # l or r
-    config: bool = False  # what a row is about, known of those that failed too
+    config: bool = False  # part of the configuration, so also known for failed rows
 
 
 MODEL = Column("model", lambda row: row["model"], "l", config=True)
@@ -35,7 +35,7 @@ MEMORY = Column("peak memory", lambda row: f"{row['peak_gb']:.1f} GB")
 
 
 def table_of(columns: Sequence[Column], rows: Iterable[Row], note: str = "") -> str:
-    """A line for every row."""
+    """Returns a table with a line per row."""
     return table(*heads_of(columns), [line(row, columns) for row in rows], note)
 
 
@@ -44,7 +44,7 @@ def heads_of(columns: Sequence[Column]) -> tuple[list[str], str]:
 
 
 def line(row: Row, columns: Sequence[Column]) -> list[str]:
-    """The cells of a row; one that failed says why in the first column that is not known."""
+    """Returns the cells of a row. A failed row shows its error in the first column that is not part of the configuration."""
     if "error" not in row:
         return [column.cell(row) for column in columns]
     known = [column.cell(row) for column in columns if column.config]
@@ -52,7 +52,7 @@ def line(row: Row, columns: Sequence[Column]) -> list[str]:
 
 
 def table(heads: Sequence[str], aligned: str, lines: Iterable[Sequence[str]], note: str = "") -> str:
-    """A Markdown table, and below it the note where there is one. aligned: l or r for each column."""
+    """Returns a Markdown table, with an optional note below it. aligned: l or r for each column."""
     marks = {"l": "---|", "r": "---:|"}
     ruled = "".join(marks[one] for one in aligned)
     below = ["", note] if note else []
@@ -60,7 +60,7 @@ def table(heads: Sequence[str], aligned: str, lines: Iterable[Sequence[str]], no
 
 
 def with_tables(page: str, tables: Mapping[str, str]) -> str:
-    """The page with each table in its place, between <!-- NAME:begin --> and <!-- NAME:end -->."""
+    """Returns the page with each table inserted between <!-- NAME:begin --> and <!-- NAME:end -->."""
     for name, made in tables.items():
         block = re.compile(rf"(<!-- {name}:begin -->\n).*?(<!-- {name}:end -->)", re.DOTALL)
         assert block.search(page), f"the page has no place for the table {name!r}"
@@ -80,7 +80,7 @@ def median(row: Row, name: str) -> str:
 
 
 def bounded(interval: Row | None, form: str) -> str:
-    """A value with its interval; empty where there is none."""
+    """Formats a value with its interval; empty without one."""
     if interval is None:
         return ""
     value, low, high = (form.format(interval[key]) for key in ("value", "low", "high"))
@@ -97,7 +97,7 @@ def roofline(row: Row) -> tuple[str, str]:
 
 
 def own_head(row: Row) -> str:
-    """What a model computes after its transformer: HART's diffusion, STAR's refinement. Not known of captured graphs."""
+    """Returns the time of a model's head: HART's diffusion or STAR's refinement. CUDA graphs do not report it."""
     residual, choice = ((row.get(name) or {}).get("median_ms") for name in ("residual", "choice"))
     if residual:
         return f"diffusion head {residual:.0f}"
@@ -110,7 +110,7 @@ def repeats(rows: Sequence[Row]) -> str:
 
 
 def machines(rows: Sequence[Row]) -> str:
-    """Rows that failed before there was a model tell no dtype."""
+    """Returns the machines, versions and dtypes of the rows. Rows that failed before loading have no dtype."""
     return "; ".join(sorted({f"{row['hardware']}, torch {row['torch']}, {row['dtype']}" for row in rows if row["dtype"]}))
 
 
@@ -120,9 +120,9 @@ def roofline_note(rows: Sequence[Row]) -> str:
         return ""
     flops, copied = zip(*rates, strict=True)
     return (
-        " The roofline is generation without decoding if all its arithmetic ran at the speed of one large matrix product"
-        f" ({between(flops, 0)} TFLOP/s), or, in stages where that takes longer, if the weights came from memory once at the speed of a"
-        f" copy ({between(copied, 2)} TB/s); both speeds are measured."
+        " The roofline is the time of generation without decoding if all arithmetic ran at the measured speed of one large matrix product"
+        f" ({between(flops, 0)} TFLOP/s), or, for stages where it is longer, the time to read the weights once at the measured speed of a"
+        f" copy ({between(copied, 2)} TB/s)."
     )
 
 
@@ -137,7 +137,7 @@ def capture_note(rows: Sequence[Row]) -> str:
         if row.get("not_captured"):
             reasons.setdefault(row["not_captured"], []).append(row["method"])
     given = (f"{', '.join(dict.fromkeys(methods))} ({reason})" for reason, methods in reasons.items())
-    return f" Not captured, so run eagerly: {'; '.join(given)}." if reasons else ""
+    return f" Run eagerly because they cannot be captured: {'; '.join(given)}." if reasons else ""
 
 
 def reference_note(rows: Sequence[Row], known: Mapping[tuple[str, CaseKey], Row]) -> str:

@@ -6,7 +6,7 @@
 A variant is fp8 or int8, optionally with the layers that are not quantized (fp8:feed_forward.fc2,attention.proj), or another dtype as a
 baseline: any rounding changes some sampled codes, and then the image. "images" compares images. "errors" also works with random weights: it
 measures relative errors of logits for the same codes, and the share of codes or bits that are sampled differently, per stage. --each also
-quantizes every layer separately. On a CPU e4m3 is emulated in float32: errors are those of a GPU, times are not.
+quantizes every layer separately. On a CPU e4m3 is emulated in float32: errors equal a GPU's, times do not.
 """
 
 from __future__ import annotations

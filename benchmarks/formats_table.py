@@ -1,4 +1,4 @@
-"""What weights of eight bits cost and save, as tables of research/notes/eight-bit-weights.md."""
+"""Tables of research/notes/eight-bit-weights.md: quality, speed and errors of 8-bit weights."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def format_tables(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def number(head: str, name: str, form: str) -> Column:
-    """The value of a measure; empty where there is none."""
+    """Returns a column with the value of a measure; empty without one."""
     return Column(head, lambda row: format(row[name]["value"], form) if row.get(name) else "")
 
 
 def images_table(rows: Sequence[Row]) -> str:
-    """The newest row of every variant, for every model, size and machine."""
+    """Returns a table with the newest row of every variant, model, size and machine."""
     found = [row for row in rows if row["benchmark"] == "formats" and "error" not in row]
     newest = {(row["model"], *row["size"], row["images"], row["hardware"], row["variant"]): row for row in found}
     columns = (
@@ -42,17 +42,17 @@ def images_table(rows: Sequence[Row]) -> str:
         number("Fréchet distance to real", "frechet_real", ".1f"),
         number("to the model's own", "frechet_dense", ".2f"),
     )
-    note = "LPIPS, PSNR and the last column are those to the images of the model as it is loaded, at the same seeds; 95 % intervals."
+    note = "LPIPS, PSNR and the last column compare with images of the model as loaded, at the same seeds; 95 % intervals."
     return table_of(columns, newest.values(), note) if newest else ""
 
 
 def speed_table(rows: Sequence[Row]) -> str:
-    """Captured requests with weights of eight bits, each below one of the same kind in the model's own dtype.
+    """Returns a table of captured requests with 8-bit weights, each below the same request in the model's own dtype.
 
-    That is the newest of the same commit, which ran side by side with it; where there is none, the newest of all.
+    The latter is the newest of the same commit, which ran in the same session, or the newest of all.
     """
     timed = [row for row in rows if row["benchmark"] == "bench" and "median_ms" in row and row["weights"] == "random"]
-    captured = [row for row in timed if row["engine"] == step_of(row) == "graphs"]  # other steps lack kernels, or try something
+    captured = [row for row in timed if row["engine"] == step_of(row) == "graphs"]  # other steps lack kernels or are experiments
     own = [row for row in captured if row.get("quantize") is None]
     newest, newest_of_commit = {kind(row): row for row in own}, {(row["commit"], *kind(row)): row for row in own}
     shown = []
@@ -73,12 +73,12 @@ def speed_table(rows: Sequence[Row]) -> str:
         Column("peak memory", lambda row: f"{row['peak_gb']:.2f} GB"),
         ENERGY,
     )
-    note = f"Medians; {machines(shown)}; guided, captured graphs, random weights. Decoding runs in the model's own dtype."
+    note = f"Medians; {machines(shown)}; with CFG, CUDA graphs and random weights. Decoding runs in the model's own dtype."
     return table_of(columns, shown, note) if shown else ""
 
 
 def kind(row: Row) -> tuple[Hashable, ...]:
-    """What a timed request has in common with those that it can be compared with."""
+    """Returns the properties that comparable requests share."""
     return row["hardware"], *case_of(row), row["method"]
 
 
@@ -94,17 +94,17 @@ def errors_table(rows: Sequence[Row]) -> str:
         Column("codes or bits changed: mean, last", lambda row: ", ".join(f"{one:.2%}" for one in over_stages(row["changed"])[1:]), "l"),
     )
     where = sorted({f"{row['dtype']} on {row['hardware']}" for row in newest.values()})
-    note = f"Relative errors: of the first stage, the mean, the last. Against {', '.join(where)}; on a CPU e4m3 is emulated."
+    note = f"Relative errors of the first stage, the mean and the last stage, against {', '.join(where)}. On a CPU e4m3 is emulated."
     return table_of(columns, newest.values(), note) if newest else ""
 
 
 def over_stages(values: Sequence[float]) -> tuple[float, float, float]:
-    """The first, the mean and the last."""
+    """Returns the first value, the mean and the last value."""
     return values[0], sum(values) / len(values), values[-1]
 
 
 def shown_variant(name: str) -> str:
-    """One product by its own name, in place of all others."""
+    """Returns the name of a variant; if only one layer is quantized, names that layer."""
     variant = Variant.parse(name)
     quantized = [product for product in NAMES if variant.format is not None and product not in variant.keep]
     return f"{variant.format}, {quantized[0]} alone" if len(quantized) == 1 else name

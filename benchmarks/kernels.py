@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels [--out FILE] [NAME ...]
 
-Sizes are those of infinity-2b at 1024 x 1024 with CFG (two rows), and of one image in the decoder. "mb" is the required traffic, every
+Sizes are taken from infinity-2b at 1024 x 1024 with CFG (two rows), and of one image in the decoder. "mb" is the required traffic, every
 input and output once; "tb_s" is that divided by the median time; "floor_ms" is the minimum time at the copy speed of an H200. Between runs
 only triton.testing.do_bench clears the cache.
 """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.memory [--recipe NAME ...] [--weights published] [--text-encoder PATH] [--engines eager graphs] [--out FILE]
 
-Weights are random by default. Torch's memory is limited to that of the card minus a CUDA context; running out of memory gives a row with an
+Weights are random by default. Torch's memory is limited to the card's minus a CUDA context; running out of memory gives a row with an
 error. "encoding_gb" is the peak while a prompt is encoded, "generating_gb" the peak from there to the image, and "peak_gb" the larger one.
 With random weights the text encoder is replaced by an allocation of its published size.
 

@@ -1,8 +1,8 @@
-"""Which rows of the results file the tables of speed show.
+"""Selection of the rows that the speed tables show.
 
-These are rows of `benchmarks.suites` and `nextscale bench` with random weights on a GPU, of one kind of GPU and one dtype; outside the
-waterfall only those with kernels. Of equal rows the last one counts, of engines captured graphs, and of methods those of one run. Rows
-"reference" are the models' reference implementations.
+They are rows of `benchmarks.suites` and `nextscale bench` with random weights, of one kind of GPU and one dtype; outside the step-by-step
+table, only rows with kernels. Among equal rows the last one is used, CUDA graphs are preferred to eager mode, and methods should come from
+one run. Rows named "reference" belong to the models' reference implementations.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ CaseKey = tuple[str, str, int]  # model, image, batch
 
 
 def timed(rows: Iterable[Row]) -> list[Row]:
-    """Returns rows about speed with random weights, not quantized, of the GPU and dtype that most have."""
+    """Returns speed rows with random weights that are not quantized, of the most frequent GPU and dtype."""
     speed = [row for row in rows if row["benchmark"] == "bench" and row["weights"] == "random" and row.get("quantize") is None]
     found = [row for row in speed if not row["hardware"].startswith("CPU")]
     known = Counter((row["hardware"], row["dtype"]) for row in found if row["dtype"] is not None)
     if known:
         [((hardware, dtype), _)] = known.most_common(1)
-        # What failed before there was a model tells no dtype.
+        # Rows that failed before loading have no dtype.
         found = [row for row in found if row["hardware"] == hardware and row["dtype"] in (dtype, None)]
     return found
 
 
 def with_kernels(rows: Iterable[Row]) -> list[Row]:
-    """Those that show what a user gets; others are steps of the waterfall."""
+    """Returns the rows of user-visible configurations; others are steps of the step-by-step table."""
     return [row for row in timed(rows) if row["kernels"] and step_of(row) == row["engine_asked"]]
 
 
 def references(rows: Iterable[Row]) -> dict[tuple[str, CaseKey], Row]:
-    """What the models' own programs took, by kind of GPU and case."""
+    """Returns the rows of the reference implementations, by kind of GPU and case."""
     return {(row["hardware"], case_of(row)): row for row in rows if row["benchmark"] == "reference"}
 
 
 def reference_of(row: Row, known: Mapping[tuple[str, CaseKey], Row]) -> Row | None:
-    """The row of the reference implementation for the same case on the same kind of GPU."""
+    """Returns the row of the reference implementation for the same case on the same kind of GPU."""
     return known.get((row["hardware"], case_of(row)))
 
 
@@ -54,7 +54,7 @@ def image(row: Row) -> str:
 
 
 def by_case(rows: Iterable[Row]) -> dict[CaseKey, list[Row]]:
-    """In the order in which cases were first measured. Where graphs were asked for, rows of eager generation do not count."""
+    """Groups rows by case, in the order of their first measurement. If a case has rows with graphs, its eager rows are dropped."""
     found: dict[CaseKey, list[Row]] = {}
     for row in rows:
         found.setdefault(case_of(row), []).append(row)
@@ -62,7 +62,7 @@ def by_case(rows: Iterable[Row]) -> dict[CaseKey, list[Row]]:
 
 
 def one_run(rows: Iterable[Row]) -> list[Row]:
-    """Rows of one case: those of the run that timed most methods, or the last such; then, from other runs, methods that it lacks."""
+    """Selects rows of one case: the last of the runs with most methods, completed by methods of other runs."""
     runs: dict[str, dict[str, Row]] = {}
     for row in rows:
         runs.setdefault(row["run"], {})[row["method"]] = row
@@ -75,20 +75,20 @@ def one_run(rows: Iterable[Row]) -> list[Row]:
 
 
 def common(rows: Iterable[Row]) -> list[Row]:
-    """The rows of suites that have no table of their own."""
+    """Returns the rows of suites without separate tables."""
     return [row for row in rows if row.get("suite") not in APART]
 
 
 def dense_rows(rows: Iterable[Row]) -> list[Row]:
-    """Returns the last one of every model, size and batch."""
+    """Returns the last dense row of every model, size and batch."""
     usable = [row for row in common(with_kernels(rows)) if row["method"] == DENSE]
     return [own[-1] for own in by_case(usable).values()]
 
 
 def method_rows(rows: Iterable[Row]) -> list[Row]:
-    """Rows of every model, size and batch that was measured with methods: dense generation and the methods that were measured beside it.
+    """Returns the rows of every model, size and batch with methods: dense generation and all methods.
 
-    Rows of eager generation do not count where a table of its own has graphs.
+    Eager rows are dropped if a separate table has rows with graphs.
     """
     usable = with_kernels(rows)
     replayed = {case_of(row) for row in usable if row.get("suite") in APART and row["engine_asked"] == "graphs"}
@@ -103,6 +103,7 @@ def suite_rows(rows: Iterable[Row], suite: str) -> dict[CaseKey, list[Row]]:
 
 
 def is_step(row: Row) -> bool:
-    """Eager generation with kernels is beside the chain; dense generation that could not be captured is no step of graphs."""
+    """Returns True for rows of the step-by-step table. Eager mode with kernels is not a step, nor is dense generation that failed to
+    capture."""
     ran_as_asked = row["engine"] == row["engine_asked"] or row["method"] != DENSE
     return row["benchmark"] == "bench" and "error" not in row and step_of(row) != "eager" and ran_as_asked

@@ -1,4 +1,4 @@
-"""Tables of speed from the rows of the results file; `shown_rows` says which rows count. A table of nothing is empty."""
+"""Speed tables of the rows selected by `shown_rows`. A table without rows is an empty string."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ from .suites import SPARSE, step_of
 
 SUMMARY_CASE: CaseKey = ("infinity-2b", "1024x1024", 1)
 SUMMARY_METHODS = (DENSE, "skip the last two stages", SPARSE, "FastVAR", "StageVAR")
-CHAIN = ("eager, plain torch", "graphs, plain torch", "graphs")  # steps of a waterfall; those that were given a name follow
+CHAIN = ("eager, plain torch", "graphs, plain torch", "graphs")  # steps of the step-by-step table; named steps follow
 SPARSE_NOTE = (
-    "Random weights generate noise, which has detail everywhere, so a share takes the place of SparseVAR's threshold: a quarter of the"
-    " cells and the anchors."
+    "Random weights generate noise, which has detail everywhere. SparseVAR therefore ran with a fixed budget, a quarter of the cells plus"
+    " its anchors, instead of a threshold."
 )
 
 
 def summary_table(rows: Sequence[Row]) -> str:
-    """A row for the reference implementation, for dense generation and for each published method: what a visitor asks first."""
+    """Returns the README's table: the reference implementation, dense generation and each published method."""
     found = {row["method"]: row for row in method_rows(rows) if case_of(row) == SUMMARY_CASE}
     shown = [found[name] for name in SUMMARY_METHODS if name in found]
     if DENSE not in found:
@@ -78,8 +78,8 @@ def summary_table(rows: Sequence[Row]) -> str:
     )
     first = [] if theirs is None else [[REFERENCE, f"{theirs['median_ms']:.0f}", "", "1.00", "", f"{theirs['peak_gb']:.1f} GB"]]
     note = (
-        f"Medians; {machines(shown)}, batch 1, guided, captured graphs, random weights, decoding not included. Methods were measured in"
-        f" turns with dense generation. {SPARSE_NOTE}{reference_note(shown, known)}"
+        f"Medians; {machines(shown)}, batch 1, with CFG, CUDA graphs and random weights, without decoding. Methods alternated with dense"
+        f" generation. {SPARSE_NOTE}{reference_note(shown, known)}"
     )
     return table(*heads_of(columns), [*first, *(line(row, columns) for row in shown)], note)
 
@@ -106,7 +106,7 @@ def dense_table(rows: Sequence[Row]) -> str:
         ENGINE,
         Column("generate, ms", lambda row: f"**{row['median_ms']:.0f}** ({row['p20_ms']:.0f}–{row['p80_ms']:.0f})"),
         Column(f"{REFERENCE}, ms", lambda row: theirs(row, "median_ms", "{:.0f}")),
-        Column("of which, ms", own_head),
+        Column("of these, ms", own_head),
         Column("decode, ms", decoding),
         END_TO_END,
         *ROOFLINE,
@@ -115,8 +115,8 @@ def dense_table(rows: Sequence[Row]) -> str:
         Column(REFERENCE, lambda row: theirs(row, "peak_gb", "{:.1f} GB")),
     )
     note = (
-        f"Median of {repeats(shown)} runs (20th–80th percentile); {machines(shown)}; dense, guided, random weights, so no quality column."
-        f' "End to end" is from prompt features to pixels.{reference_note(shown, known)}{roofline_note(shown)}'
+        f"Median of {repeats(shown)} runs (20th to 80th percentile); {machines(shown)}; dense, with CFG and random weights, so without"
+        f' quality. "End to end" is from prompt features to pixels.{reference_note(shown, known)}{roofline_note(shown)}'
     )
     return table_of(columns, shown, note)
 
@@ -137,14 +137,14 @@ def methods_table(rows: Sequence[Row]) -> str:
         MEMORY,
     )
     note = (
-        f"Median of {repeats(shown)} runs in which the methods take turns (20th–80th percentile); {machines(shown)}; guided, random"
-        f" weights, so no quality column. {SPARSE_NOTE}{capture_note(shown)}{roofline_note(shown)}"
+        f"Median of {repeats(shown)} runs of alternating methods (20th to 80th percentile); {machines(shown)}; with CFG and random weights,"
+        f" so without quality. {SPARSE_NOTE}{capture_note(shown)}{roofline_note(shown)}"
     )
     return table_of(columns, shown, note)
 
 
 def growth_table(rows: Sequence[Row]) -> str:
-    """Time against the size of the image."""
+    """Returns a table of time by image size."""
     found = suite_rows(rows, "growth")
     shown = [row for own in found.values() for row in own]
     if not shown:
@@ -155,8 +155,8 @@ def growth_table(rows: Sequence[Row]) -> str:
         cells = {row["method"]: growth_cell(row) for row in own}
         lines.append([model, size, *(cells.get(method, "") for method in methods)])
     note = (
-        f"Generation in ms and speedup over dense; medians of {repeats(shown)} runs; {machines(shown)}; guided, batch 1, random"
-        f" weights.{capture_note(shown)} Images above 1024 px are larger than what the models were trained for."
+        f"Generation in ms and speedup over dense; medians of {repeats(shown)} runs; {machines(shown)}; with CFG, batch 1, random"
+        f" weights.{capture_note(shown)} Images above 1024 px are larger than the models were trained for."
     )
     return table(["model", "image", *methods], "ll" + "r" * len(methods), lines, note)
 
@@ -179,12 +179,12 @@ def throughput_table(rows: Sequence[Row]) -> str:
         ENERGY,
         MEMORY,
     )
-    note = f"From prompt features to pixels; medians of {repeats(shown)} runs; {machines(shown)}; guided, random weights."
+    note = f"From prompt features to pixels; medians of {repeats(shown)} runs; {machines(shown)}; with CFG and random weights."
     return table_of(columns, shown, note)
 
 
 def papers_table(rows: Sequence[Row]) -> str:
-    """What the papers compare besides: case by case, in the run that was last."""
+    """Returns the papers' other comparisons by case, each from its last run."""
     found: dict[str, list[Row]] = {}
     for row in with_kernels(rows):
         if row.get("suite") == "papers":
@@ -201,14 +201,14 @@ def papers_table(rows: Sequence[Row]) -> str:
         MEMORY,
     )
     note = (
-        f'Medians of {repeats(shown)} runs; {machines(shown)}; guided, random weights.{capture_note(shown)} In the case "unfused" attention'
-        " is a product, a softmax and a product."
+        f'Medians of {repeats(shown)} runs; {machines(shown)}; with CFG and random weights.{capture_note(shown)} In the case "unfused",'
+        " attention runs as matrix product, softmax and matrix product."
     )
     return table_of(columns, shown, note)
 
 
 def waterfall_table(rows: Sequence[Row]) -> str:
-    """What each step brought: dense generation step by step, then every method on top of the last step."""
+    """Returns the step-by-step table: the gain of each step for dense generation, then of every method after the last step."""
     lines, shown, known = [], [], references(rows)
     cases: dict[CaseKey, dict[str, list[Row]]] = {}
     for row in common(timed(rows)):
@@ -240,7 +240,7 @@ def waterfall_table(rows: Sequence[Row]) -> str:
     roofline_heads = [column.head for column in ROOFLINE]
     heads = ("model", "image", "batch", "step", "generate, ms", "speedup over the step before", "total speedup", *roofline_heads)
     note = (
-        f"Medians; {machines(shown)}. Steps were measured one after another on machines of this kind, methods in turns with dense"
+        f"Medians; {machines(shown)}. Steps were measured one after another on machines of this kind; methods alternated with dense"
         f" generation of the last step, with which they are compared.{reference_note(shown, known)}{roofline_note(shown)}"
     )
     return table(heads, "llrlrrrrr", lines, note)
@@ -254,17 +254,17 @@ TABLES: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "throughput": throughput_table,
     "papers": papers_table,
 }
-"""Under the names of their places on a page."""
+"""By the names of their places on the page."""
 
 
 def speed_tables(rows: Iterable[Row]) -> dict[str, str]:
-    """The tables for which something was measured."""
+    """Returns the tables that have rows."""
     known = list(rows)
     return {name: made for name, make in TABLES.items() if (made := make(known))}
 
 
 def stages_svg(row: Row) -> str:
-    """Bars: time of every stage of one image."""
+    """Draws the time of every stage of one image as bars."""
     times, tokens = row["stage_median_ms"], row["tokens"]
     width, height, left, top = 760, 240, 16, 44
     step, tallest = (width - 2 * left) / len(times), max(times)
@@ -285,6 +285,6 @@ def stages_svg(row: Row) -> str:
 
 
 def pictured_row(rows: Iterable[Row]) -> Row | None:
-    """Returns the row of the model and size that the README shows first."""
+    """Returns the row of the README's model and size."""
     found = [row for row in dense_rows(rows) if case_of(row) == SUMMARY_CASE and "stage_median_ms" in row]
     return found[0] if found else None

@@ -1,6 +1,6 @@
 """Measures the cases of the speed tables: `python -m benchmarks.suites [NAME ...]`, where NAME is a case, a suite or a model.
 
-Rows are those of `nextscale bench` with additional columns: stages, predicted memory, roofline and energy. Weights are random.
+Rows have the columns of `nextscale bench` and additional ones: stages, predicted memory, roofline and energy. Weights are random.
 """
 
 from __future__ import annotations

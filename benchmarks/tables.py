@@ -39,17 +39,17 @@ SAMPLING_PAGE = PROJECT / "docs" / "guides" / "many-images.md"
 MEMORY_PAGE = PROJECT / "docs" / "guides" / "memory.md"
 FORMATS_PAGE = PROJECT / "research" / "notes" / "eight-bit-weights.md"
 PICTURE = PROJECT / "docs" / "pictures" / "stages.svg"
-FRONTIER = PROJECT / "docs" / "pictures" / "frontier.svg"  # of the last model by name, at the largest size that was judged
+FRONTIER = PROJECT / "docs" / "pictures" / "frontier.svg"  # of the last model by name, at its largest size
 
 NOT_YET = "Not measured at a commit of this history: `python -m benchmarks.suites` adds the rows."
 DECIDED_STAGES, DECIDED_BLOCKS = 13, 8  # of nano at 512 px
-ONLY_DECIDED = "rows uncond"  # a row that only this list has
+ONLY_DECIDED = "rows uncond"  # a method that identifies this list
 ENOUGH = 500  # prompts
-WITHIN = (0.035, 0.065, 0.1, 0.15)  # LPIPS to dense of the README's points
+WITHIN = (0.035, 0.065, 0.1, 0.15)  # LPIPS to dense of the README's rows
 
 
 def within(head: str, name: str, form: str) -> Column:
-    """A measure with its interval; empty where there is none."""
+    """Returns a column with a measure and its interval; empty without one."""
     return Column(head, lambda row: bounded(row.get(name), form))
 
 
@@ -59,11 +59,10 @@ PSNR = Column("PSNR", lambda row: f"{row['psnr']['value']:.1f} dB" if row.get("p
 
 
 def judged_runs(rows: list[Row]) -> list[list[Row]]:
-    """For every model and size that `python -m nextscale_research quality` judged on a GPU, smallest first, the last row of every method.
+    """Returns the last row of every method, for every model and size that `nextscale_research quality` judged on a GPU, smallest first.
 
-    Only rows under the conditions of the newest one of enough prompts, else of the most, count: a list of methods tried on fewer does not
-    change the table. Where some of them were captured, rows of commits at which nothing was do not count, nor do sizes of a model that
-    were never captured where another one was: batches of launches one by one wait for the host.
+    Rows must have the conditions of the newest row with enough prompts, or with the most prompts. If some rows were captured, rows of
+    commits without captures are dropped, and sizes without captures too, because the time of eager batches depends on the host.
     """
     on_gpus = [row for row in judged(rows) if not row["hardware"].startswith("CPU") and row.get("quantize") is None]
     cases: dict[tuple[str, int, int], list[Row]] = {}
@@ -79,7 +78,7 @@ def is_captured(rows: list[Row]) -> bool:
 
 
 def newest(rows: list[Row]) -> list[Row]:
-    """Rows of one model and size that can be compared."""
+    """Returns comparable rows of one model and size."""
     last = max(reversed(rows), key=lambda row: min(row["images"], ENOUGH))
     alike = [row for row in rows if all(row[name] == last[name] for name in CONDITIONS)]
     captured = {row["commit"] for row in alike if "graphs" in (row["engine"] or "")}
@@ -87,7 +86,7 @@ def newest(rows: list[Row]) -> list[Row]:
 
 
 def quality_table(rows: list[Row]) -> str:
-    """Empty where nothing was judged."""
+    """Returns the quality table, or an empty string without rows."""
     runs = judged_runs(rows)
     if not runs:
         return ""
@@ -107,36 +106,36 @@ def quality_table(rows: list[Row]) -> str:
     first = runs[0][0]
     real = real_agreement(first)
     directions = first.get("frechet_directions")
-    along = f" The Fréchet distance is that of EfficientNet-lite0 features along {directions} directions; it is not FID."
+    along = f" The Fréchet distance uses EfficientNet-lite0 features along {directions} directions; it is not FID."
     note = (
-        f"{conditions(first)} In brackets after the speedup its 20th–80th percentile, else 95 % bootstrap intervals. Style and label are"
-        f" named by probes on EfficientNet-lite0 features; accuracy of the probes on real held-out images: {real or 'not measured'}."
+        f"{conditions(first)} Brackets: 20th to 80th percentile of the speedup, otherwise 95 % bootstrap intervals. Style and label are"
+        f" recognized by probes on EfficientNet-lite0 features; accuracy of the probes on real held-out images: {real or 'not measured'}."
         f"{judged_labels(first)}{along if directions else ''}{padded(first)}"
     )
     return table_of(columns, (row for run in runs for row in run), note)
 
 
 def padded(row: Row) -> str:
-    """Rows that tell no padding are from before the tokens of a batch were packed."""
+    """Returns a remark on padding for rows that were measured before tokens of a batch were packed."""
     if "padding" in row:
         return ""
     return (
-        " SparseVAR keeps another number of tokens in every image, and all images of a batch pay for the one that keeps most: batches of"
-        f" {row['batch']} are where it saves least."
+        " SparseVAR keeps a different number of tokens in every image, and here all images of a batch were padded to the largest number,"
+        f" so batches of {row['batch']} show its smallest savings."
     )
 
 
 def conditions(row: Row) -> str:
-    """Under which a method was judged, as a sentence."""
-    engine = "captured graphs" if row["engine"] == "graphs" else row["engine"]
+    """Returns the conditions of a measurement as a sentence."""
+    engine = "CUDA graphs" if row["engine"] == "graphs" else row["engine"]
     return (
         f"`{row['model']}`, {row['images']} held-out prompts, the same seeds with every method; {row['hardware']}, torch {row['torch']},"
-        f" {row['dtype']}, batches of {row['batch']}, {engine}, decoding included."
+        f" {row['dtype']}, batches of {row['batch']}, {engine}, including decoding."
     )
 
 
 def tuned_summary(profile: Profile) -> str:
-    """What `auto` takes beside plain skipping, by speed."""
+    """Returns a table of the methods that `auto` selects and of skipping stages, by speed."""
     height, width = profile.size
     taken = {f"auto:lpips={within:g}": profile.fastest(lpips=within) for within in WITHIN}
     skipped = {"skip the last stage": 0, "skip the last two stages": 1, "skip the last three stages": 2}
@@ -146,23 +145,23 @@ def tuned_summary(profile: Profile) -> str:
         lines.append([name, f"{point.speedup.value:.2f}", f"{point.macs:.0%}", f"{point.lpips.value:.3f}", f"{point.psnr:.1f} dB"])
     heads = [f"`{profile.model}`, {height}x{width} px", "speedup", "MACs", "LPIPS to dense", "PSNR"]
     note = (
-        f"{profile.tested} held-out prompts, which the search has not seen, the same seeds with every method; {profile.hardware},"
-        f" torch {profile.torch}, {profile.dtype}, batches of {profile.batch}, captured graphs, decoding included."
+        f"{profile.tested} held-out prompts that the search has not used, the same seeds with every method; {profile.hardware},"
+        f" torch {profile.torch}, {profile.dtype}, batches of {profile.batch}, CUDA graphs, including decoding."
     )
     return table(heads, "lrrrr", lines, note)
 
 
 def judged_labels(row: Row) -> str:
-    """Labels that no training picture has are not among those that the probe knows."""
-    return f" Labels are judged on the {row['label']['images']} prompts whose label training pictures have." if "label" in row else ""
+    """Returns a remark on labels that the probe cannot recognize because they are not in its training data."""
+    return f" Labels are judged on the {row['label']['images']} prompts whose label is in the training data." if "label" in row else ""
 
 
 AS_RELEASED = ("rows both", "rows uncond", "resize nearest", "left out: zero", "4 nearest anchors", "anchors at the edges")
-"""Choices that only a third party's program makes, as they were measured when each was a setting of its own."""
+"""Choices of a third-party program, measured when each had its own setting."""
 
 
 def decisions_table(rows: list[Row]) -> str:
-    """What SparseVAR's open choices do, from the last run of `nextscale_research quality` on a GPU."""
+    """Returns a table of SparseVAR's open choices, from the last run of `nextscale_research quality` on a GPU."""
     names = [*sparsevar_decisions(DECIDED_STAGES, DECIDED_BLOCKS), *AS_RELEASED]
     tried = [row for row in judged(rows) if not row["hardware"].startswith("CPU")]
     last = next(row for row in reversed(tried) if row["method"] == ONLY_DECIDED)
@@ -177,10 +176,10 @@ def decisions_table(rows: list[Row]) -> str:
         within("to real", "frechet_real", "{:.1f}"),
     )
     note = (
-        f"`{last['model']}`, {last['images']} held-out prompts, {image(last)}, batch {last['batch']}, captured graphs, {last['hardware']};"
-        " in brackets 95 % bootstrap intervals. Each choice is changed alone from the default (block 6 of 0 to 7, conditional rows, alpha"
-        " 4, beta 0.9, maps enlarged bilinearly and carried where cells were left out, all anchors compared) at a budget of 40 % of the"
-        " last three stages, so that all rows run equally many cells besides their anchors."
+        f"`{last['model']}`, {last['images']} held-out prompts, {image(last)}, batch {last['batch']}, CUDA graphs, {last['hardware']}; 95 %"
+        " bootstrap intervals in brackets. Each row changes one choice of the default (block 6 of 0 to 7, conditional rows, alpha 4,"
+        " beta 0.9, bilinear maps that are kept for skipped cells, all anchors compared) at a budget of 40 % for the last three stages,"
+        " so that all rows run the same number of cells besides anchors."
     )
     return table_of(columns, [found[name] for name in (DENSE, *names)], note)
 
@@ -194,12 +193,12 @@ PLANNED = {
     "ToMe": "tome",
 }
 PLANNED_MODELS = ("infinity-2b", "hart-0.7b", "star-1024", "var-d30")
-PLANNED_INSTEAD = {("var-d30", "stagevar"): "stagevar:ranks=0.177"}  # no ranks of it are published
+PLANNED_INSTEAD = {("var-d30", "stagevar"): "stagevar:ranks=0.177"}  # it has no published ranks
 
 
 @cache
 def planned_costs(name: str, method: str) -> tuple[RequestCost, RequestCost]:
-    """Of a method at its published settings and of dense generation; guided, one image, 64 tokens of text."""
+    """Returns the costs of a method at its published settings and of dense generation, for one image with CFG and 64 text tokens."""
     spec = model_spec(name)
     with torch.device("meta"):
         model = build_model(spec.model)
@@ -210,7 +209,7 @@ def planned_costs(name: str, method: str) -> tuple[RequestCost, RequestCost]:
 
 
 def plans_table() -> str:
-    """Shares of dense generation's MACs at the published settings, guided, one image: all, linear layers, attention, keys."""
+    """Returns a table of MACs relative to dense generation at the published settings: total, linear layers, attention, keys."""
     lines = []
     for title, method in PLANNED.items():
         cells = []
@@ -220,15 +219,15 @@ def plans_table() -> str:
             cells.append(f"**{planned.share(dense):.0%}** ({', '.join(f'{share:.0%}' for share in shares)})")
         lines.append([title, *cells])
     note = (
-        "MACs against dense generation, guided, one image of the model's own size: total (linear layers, attention, keys kept"
-        " for later stages). Attention falls faster than the rest, since both queries and keys are fewer. StageVAR on var-d30, which has no"
-        " published ranks, runs 17.7 % of the rows, as on Infinity's 40x40 stage."
+        "MACs relative to dense generation, for one image of the model's default size with CFG: total (linear layers, attention, keys kept"
+        " for later stages). Attention shrinks faster than the rest, because both queries and keys are reduced. var-d30 has no published"
+        " ranks, so StageVAR runs 17.7 % of the rows there, as at Infinity's 40x40 stage."
     )
     return table(["", *PLANNED_MODELS], "l" * (1 + len(PLANNED_MODELS)), lines, note)
 
 
 def page_tables(rows: list[Row]) -> dict[Path, dict[str, str]]:
-    """What goes where, under the names of the places on each page."""
+    """Returns the tables of each page, by the names of their places."""
     return {
         README: {"speed": summary_table(rows), "quality": tuned_summary(Profile.load(TUNED))},
         SPEED_PAGE: dict.fromkeys(TABLES, NOT_YET) | speed_tables(rows),

@@ -109,7 +109,7 @@ def test_the_methods_table_compares_what_was_measured_together() -> None:
     first, second = lines_of(methods_table(rows))
     assert "| dense | graphs | 100 | **1.00** (1.00–1.00) |" in first
     assert f"| {SPARSE} | eager | 50 | **2.00** (2.00–2.00) | 130 | **2.00** (2.00–2.00) | 50% | 25 | 2.0x | 50 J | 8.8 GB |" in second
-    assert f"Not captured, so run eagerly: {SPARSE} (SettingError: no)." in methods_table(rows)
+    assert f"because they cannot be captured: {SPARSE} (SettingError: no)." in methods_table(rows)
 
 
 def test_eager_rows_give_way_to_graphs_in_a_table_of_their_own() -> None:
