@@ -21,42 +21,54 @@ from .results import RESULTS
 from .shown_rows import image
 
 SWEEPS = {
-    "fastvar-scales": "FastVAR: pairs of stages",
-    "fastvar-ratios": "FastVAR: ratio at the last stage",
-    "fastvar-cache": "FastVAR: cached stage",
-    "stagevar-ranks": "StageVAR: rank of the last stage",
+    "sparsevar-taus": "SparseVAR: threshold (tables 1 to 3)",
+    "sparsevar-anchors": "SparseVAR: one anchor in n x n cells (table 4)",
+    "sparsevar-stages": "SparseVAR: first reduced stage (table 5)",
+    "sparsevar-metrics": "SparseVAR: metrics (figure 6)",
+    "sparsevar-blocks": "SparseVAR: block (figure 8)",
+    "sparsevar-left-out": "SparseVAR: change where cells did not run",
+    "peers-shares": "Merging and selecting (SparseVAR, figure 10)",
+    "fastvar-scales": "FastVAR: pairs of stages (table 4)",
+    "fastvar-ratios": "FastVAR: ratio at the last stage (figure 6)",
+    "fastvar-cache": "FastVAR: cached stage (table A.4)",
+    "fastvar-layers": "FastVAR: pruned blocks",
+    "stagevar-variants": "StageVAR: variants (table 2)",
+    "stagevar-ranks": "StageVAR: rank of the last stage (figure 7)",
     "stagevar-alphas": "StageVAR: energy kept at the last stage",
-    "sparsevar-anchors": "SparseVAR: one anchor in n x n cells",
-    "sparsevar-stages": "SparseVAR: first reduced stage",
+    "stagevar-guidance": "StageVAR: guidance dropped (figures 2 and 14)",
 }
-ALPHAS = tuple(f"alpha {alpha}" for alpha in (0, 0.8, 0.9, 0.96, 0.99))  # stagevar_variants:alphas={LAST: alpha},ranks=measured
 SKIPPED = "skip:"
-COLUMNS, SIZE = 4, (12.5, 5.6)  # of panels; inches
+COLUMNS, WIDTH, HEIGHT = 4, 12.5, 2.8  # of panels; inches, of the figure and of a row
 APART = 0.2, 0.012  # minimum distance of labeled points, in MACs and LPIPS
 
 
 def swept(rows: Sequence[Row]) -> tuple[Row, dict[str, list[Row]]]:
-    """Returns dense generation of the last run that has all lists, and the rows of each list, including skipping."""
-    known = judged(rows)
+    """Returns dense generation of the run with most lists, or the last such, and the rows of each of its lists, including skipping."""
+    known, best = judged(rows), None
     for dense in (row for row in reversed(known) if row["method"] == DENSE):
         spec = model_spec(dense["model"])
         stages = len(spec.settings.schedules.choose(tuple(dense["size"]), None))
         found = {row["method"]: row for row in comparable(known, dense) if "error" not in row}
         skipped = [row for name, row in found.items() if name.startswith(SKIPPED)]
-        labels = {name: ALPHAS if name == "stagevar-alphas" else LISTS[name](stages, spec.model.depth) for name in SWEEPS}
-        lists = {name: [*skipped, *(found[one] for one in labels[name] if one in found)] for name in SWEEPS}
-        if all(len(own) > len(skipped) for own in lists.values()):
-            return dense, lists
-    raise SystemExit(f"no run has rows of all of {', '.join(SWEEPS)}; run `python -m nextscale_research quality --method LIST ...`")
+        own = {name: [found[one] for one in LISTS[name](stages, spec.model.depth) if one in found] for name in SWEEPS}
+        lists = {name: [*skipped, *rows] for name, rows in own.items() if rows}
+        if lists and (best is None or len(lists) > len(best[1])):
+            best = dense, lists
+    if best is None:
+        raise SystemExit(f"no run has rows of {', '.join(SWEEPS)}; run `python -m nextscale_research quality --method LIST ...`")
+    return best
 
 
 def sweeps_table(dense: Row, lists: Mapping[str, Sequence[Row]]) -> str:
     columns = (
         Column("sweep", lambda row: row["sweep"], "l", config=True),
         METHOD,
+        Column("speedup", lambda row: "" if row["hardware"].startswith("CPU") else f"{row['speedup']['median']:.2f}"),
         MACS,
-        Column("LPIPS to dense", lambda row: bounded(row["lpips"], "{:.3f}")),
-        Column("PSNR", lambda row: f"{row['psnr']['value']:.1f} dB" if row["psnr"] else ""),
+        Column("LPIPS to dense", lambda row: bounded(row.get("lpips"), "{:.3f}")),
+        Column("PSNR", lambda row: f"{row['psnr']['value']:.1f} dB" if row.get("psnr") else ""),
+        Column("label in top 5", lambda row: bounded(row.get("label_top5"), "{:.0%}")),
+        Column("Fréchet distance to dense", lambda row: bounded(row.get("frechet_dense"), "{:.1f}")),
     )
     skipped = [row | {"sweep": ""} for row in next(iter(lists.values())) if row["method"].startswith(SKIPPED)]
     shown = [row | {"sweep": SWEEPS[name]} for name, own in lists.items() for row in own if not row["method"].startswith(SKIPPED)]
@@ -73,8 +85,9 @@ def sweeps_svg(lists: Mapping[str, Sequence[Row]]) -> str:
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=SIZE, layout="constrained")
-        panels = figure.subplots(-(-len(lists) // COLUMNS), COLUMNS, sharex=True, sharey=True).flat
+        lines = -(-len(lists) // COLUMNS)
+        figure = Figure(figsize=(WIDTH, HEIGHT * lines), layout="constrained")
+        panels = figure.subplots(lines, COLUMNS, sharex=True, sharey=True).flat
         for (name, own), axes in zip(lists.items(), panels, strict=False):
             named: list[tuple[float, float]] = []
             for color, chosen in ((GRAY, True), (BLUE, False)):
