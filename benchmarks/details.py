@@ -39,6 +39,7 @@ def stages_table(found: dict[str, Any]) -> str:
     """Returns a table with one row per stage: distances, power of the finest band, attention to itself, similarity of logits, stability."""
     measures = list(found["distances"])
     others = ["power, finest band", "attention to itself", "logits: cosine", "with detail", "changes as before"]
+    more = later_columns(found)
     rows = []
     for stage in range(len(found["stages"])):
         stable = [curve["mean"][stage] for curve in found["change_stability"] if curve["mean"][stage] is not None]
@@ -51,9 +52,22 @@ def stages_table(found: dict[str, Any]) -> str:
                 number(found["similarity"]["mean"][stage]),
                 number(found["similarity_detail"]["mean"][stage]),
                 number(sum(stable) / len(stable) if stable else None),
+                *(number(values[stage]) for values in more.values()),
             ]
         )
-    return table(["stage", *(TITLES[one] for one in measures), *others], rows)
+    return table(["stage", *(TITLES[one] for one in measures), *others, *more], rows)
+
+
+def later_columns(found: dict[str, Any]) -> dict[str, list[float | None]]:
+    """Returns what runs before attention was measured by place, or without CLIP, do not have."""
+    columns: dict[str, list[float | None]] = {}
+    if "attention_near" in found:
+        for name, matrix in (("", found["attention_near"]), (" if even", found["attention_chance"])):
+            columns[f"attention nearby{name}"] = [row[stage] for stage, row in enumerate(matrix)]
+            columns[f"same place, stage before{name}"] = [row[stage - 1] if stage else None for stage, row in enumerate(matrix)]
+    if found.get("text_score"):
+        columns["CLIP, image and prompt"] = found["text_score"]["mean"]
+    return columns
 
 
 def methods_table(found: dict[str, Any]) -> str:

@@ -93,7 +93,7 @@ class SparseVAR(Method):
         mild, 0.7 bold). "image" compares the images decoded after the two stages before; the paper takes tau from 0.04 to 0.3 for it.
     beta: smallest cosine similarity to an anchor, from -1 (always copy) to 1.
     blocks: (first block, last block + 1), or a single block, across which "mse" is measured. None: (12, 16) of 32 for Infinity, block 15 of
-        24 for HART, nano's best, 6 of 8, for nano, and blocks as deep as that in other families.
+        24 for HART (the paper's 16th, counted from 1; 16 if it counts as P does), 6 of 8 for nano, its best, and as deep in other families.
     as_released: chooses cells as a third party's program does. Both rows of a guided pair are scored. As many cells stay as changed by
         more than tau times the largest at the stage before, counted before enlarging; maps are enlarged to the covering cell; cells that
         did not run have no change; each cell is compared with the 4 nearest anchors; the last row and column have anchors too.

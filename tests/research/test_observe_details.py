@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +22,9 @@ from nextscale.methods.registry import resolve_method
 from nextscale.pipeline import Pipeline
 from nextscale.request import Randomness
 from nextscale.sampling import ImageRng, method_rng
-from nextscale_research.observe.attention import CalledAttention, received_mass
-from nextscale_research.observe.command import DETAIL_SHEETS, FigureOptions
+from nextscale.stage import Schedule, Stage
+from nextscale_research.observe.attention import AttentionWatcher, CalledAttention, attended, nearby
+from nextscale_research.observe.command import DETAIL_SHEETS, FigureOptions, near_line
 from nextscale_research.observe.detail_plots import DETAIL_FIGURES
 from nextscale_research.observe.details import (
     Details,
@@ -33,7 +36,7 @@ from nextscale_research.observe.details import (
     to_json,
     watch,
 )
-from nextscale_research.observe.distances import available_distances, boundary, stage_distances
+from nextscale_research.observe.distances import available_distances, available_text_score, boundary, stage_distances, text_scores
 from nextscale_research.observe.measure import Sample
 from nextscale_research.observe.numbers import Curve
 from nextscale_research.quality.lists import LISTS, chosen_methods
@@ -56,7 +59,12 @@ def pipeline() -> Pipeline:
 @pytest.fixture(scope="module")
 def observed(pipeline: Pipeline) -> tuple[Details, Pictures]:
     methods = {"dense": Method(), "skip": resolve_method("skip:last=1")}
-    return observe_details(pipeline, SAMPLE, SCHEDULE, {"lpips": rms}, methods, projected=LOW_RANK, projections=2)
+
+    def brightness(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        assert list(prompts) == SAMPLE.prompts
+        return images.mean(dim=(1, 2, 3))
+
+    return observe_details(pipeline, SAMPLE, SCHEDULE, {"lpips": rms}, methods, projected=LOW_RANK, projections=2, text_score=brightness)
 
 
 def test_watching_changes_no_image(pipeline: Pipeline) -> None:
@@ -95,7 +103,9 @@ def test_spectra_are_against_dense_images(observed: tuple[Details, Pictures], pi
 def test_attention_is_what_softmax_gives() -> None:
     q, k = (torch.randn(2, number, 4, generator=torch.Generator().manual_seed(number)) for number in (5, 7))
     weights = (q @ k.mT * 0.3).softmax(dim=-1)
-    torch.testing.assert_close(received_mass(q, k, 0.3), weights.mean(dim=0).sum(dim=0))
+    [(places, found)] = attended(q, k, 0.3)
+    torch.testing.assert_close(found, weights.mean(dim=0))
+    assert places.tolist() == [0, 1, 2, 3, 4]
     calls = CalledAttention()
     with calls:
         F.scaled_dot_product_attention(q[None], k[None], k[None], scale=0.3)
@@ -103,11 +113,62 @@ def test_attention_is_what_softmax_gives() -> None:
     assert torch.equal(queries[0], q) and torch.equal(keys[0], k) and scale == 0.3 and not calls.taken()
 
 
+def test_cells_nearby_are_those_around_the_covering_one() -> None:
+    _, two, four = Schedule((1, 2, 4))
+    assert nearby(four, two, torch.arange(16)).all()  # 3 x 3 covers a grid of 2 x 2
+    corner, inner = nearby(four, four, torch.tensor([0, 5])).view(2, 4, 4)
+    assert corner.nonzero().tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert inner.sum() == 9 and inner[0, 0] and inner[2, 2] and not inner[3].any()
+    wide = Schedule(((1, 1), (2, 6), (4, 12)))
+    marked = nearby(wide[2], wide[1], torch.tensor([11])).view(2, 6)  # the upper right corner
+    assert marked.nonzero().tolist() == [[0, 4], [0, 5], [1, 4], [1, 5]]
+
+
+@pytest.mark.parametrize(("sharp", "as_even"), [(0.0, True), (60.0, False)])
+def test_attention_by_place_can_turn_out_either_way(sharp: float, as_even: bool) -> None:
+    """Queries and keys are places, so that a sharp head looks at its own one, and one with the scale 0 anywhere."""
+    schedule, calls = Schedule((1, 4, 8)), CalledAttention()
+    watcher = AttentionWatcher(calls, schedule)
+
+    def places(stage: Stage) -> Tensor:
+        cells = torch.arange(stage.cells)
+        y, x = (cells // stage.width + 0.5) / stage.height, (cells % stage.width + 0.5) / stage.width
+        return torch.stack([y, x, -(y.square() + x.square()) / 2, torch.ones_like(x)], dim=1)  # q . k is largest where they are one place
+
+    for stage in schedule:
+        keys = torch.cat([places(one) for one in schedule.stages[: stage.index + 1]])[None, None]
+        queries = places(stage)[None, None][..., [0, 1, 3, 2]]
+        with calls:
+            F.scaled_dot_product_attention(queries, keys, keys, scale=sharp * 10)
+        watcher.watch(stage, 0, keys, keys)
+    near, chance = watcher.near_matrix(), watcher.chance_matrix()
+    assert near[2, 0] == pytest.approx(1) and chance[2, 0] == 1  # a single cell is near to all
+    assert torch.allclose(near, chance, atol=1e-5) == as_even
+    assert as_even or ((near[2, 1:] > 0.9).all() and (chance[2, 1:] < 0.5).all())
+
+
 def test_attention_goes_to_earlier_stages_and_its_own_alone(observed: tuple[Details, Pictures]) -> None:
     shares = torch.tensor([[float(value or 0) for value in row] for row in observed[0].attention])
     torch.testing.assert_close(shares.sum(dim=1), torch.ones(len(SCHEDULE)))
     assert shares.triu(1).abs().max() == 0
     assert shares[0, 0] == pytest.approx(1)
+    matrices = observed[0].attention_near, observed[0].attention_chance
+    near, chance = (torch.tensor([[float(value or 0) for value in row] for row in rows]) for rows in matrices)
+    assert (near <= 1 + 1e-5).all() and (near.tril() > 0).sum() == (chance > 0).sum()
+    assert re.search(r"[\d.]+ times as much as .* in its own stage, [\d.]+ times in earlier ones", near_line(observed[0]))
+
+
+def test_images_are_compared_with_their_prompts_after_every_stage(observed: tuple[Details, Pictures], pipeline: Pipeline) -> None:
+    curve = observed[0].text_score
+    assert curve is not None and len(curve.mean) == len(SCHEDULE)
+    final = watch(pipeline, SAMPLE, SCHEDULE).output.pixels.clamp(-1, 1)
+    assert curve.mean[-1] == pytest.approx(float(final.mean()), abs=1e-4)
+    scores = text_scores([torch.zeros(2, 3, 4, 4), torch.ones(2, 3, 4, 4)], ["a", "b"], lambda images, prompts: images[:, 0, 0, 0])
+    assert scores.tolist() == [[0, 1], [0, 1]]
+
+
+def test_no_score_without_the_weights_of_clip(tmp_path: Path) -> None:
+    assert available_text_score(tmp_path, torch.device("cpu")) is None
 
 
 def test_likeness_of_logits_is_a_cosine(observed: tuple[Details, Pictures]) -> None:
@@ -162,7 +223,10 @@ def test_lpips_is_never_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in LISTS if name not in ("standard", "sparsevar-decisions")])
 def test_sweeps_fit_models_of_many_and_few_stages(name: str) -> None:
-    model = random_pipeline(tiny.infinity_spec()).model
+    model = tiny.with_ranks(random_pipeline(tiny.infinity_spec())).model
+    assert model.rank_table is not None
+    rows = model.rank_table.rows
+    model.rank_table = replace(model.rank_table, rows=(*rows, replace(rows[0], alpha=0.99)))
     schedule = type(SCHEDULE)([1, 2, 3, 4, 5, 6, 7, 8])
     for label, method in chosen_methods([name], len(schedule), len(model.blocks)).items():
         assert len(method.forecast(model, schedule)) == len(schedule), label

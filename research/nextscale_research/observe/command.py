@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,7 +41,7 @@ from . import Examples, Observations, Sample, observe, read_observations, to_jso
 from .detail_plots import DETAIL_FIGURES, TITLES, detail_figures
 from .details import Details, Pictures, observe_details
 from .details import to_json as details_json
-from .distances import available_distances
+from .distances import available_distances, available_text_score
 from .plots import FIGURES
 from .plots import figures as plotted
 
@@ -190,7 +190,7 @@ def observe_command(
 def measure_details(
     load: Callable[[], Pipeline], sample: Sample, schedule: Schedule, metrics: Path | None, device: torch.device, figures: FigureOptions
 ) -> None:
-    distances = available_distances(metrics, device)
+    distances, score = available_distances(metrics, device), available_text_score(metrics, device)
     with share_bar() as progress:
         task = progress.add_task("loading", total=1.0)
         pipeline = load()
@@ -202,15 +202,36 @@ def measure_details(
             distances,
             {name: resolve_method(name) for name in DETAIL_METHODS},
             projected=resolve_method("stagevar"),
+            text_score=score if all(isinstance(prompt, str) for prompt in sample.prompts) else None,
             on_progress=lambda share: progress.update(task, completed=share),
         )
     figures.write_details(found, pictures)
     for name, stage in found.boundaries.items():
         settled = "only at the last stage" if stage is None else f"after stage {stage} ({found.stages[stage][0]}x{found.stages[stage][1]})"
         typer.echo(f"{TITLES[name]}: a tenth of the first stage's distance to the final image is left {settled}")
+    typer.echo(near_line(found))
+    if found.text_score is not None:
+        first, *_, last = found.text_score.mean
+        typer.echo(f"CLIP, image and prompt: {first:.3f} after the first stage, {last:.3f} after the last")
     if found.projection is not None:
         shown = ", ".join(f"{TITLES[name]} {found.projection.between[name]:.4f} between projections" for name in found.projection.between)
         typer.echo(f"StageVAR, {found.projection.seeds} random projections: {shown}")
+
+
+def near_line(found: Details) -> str:
+    """Returns what late attention does at the same place of its own and of earlier stages, against attention that is spread evenly."""
+    last = len(found.stages) - 1
+    near, chance, shares = (matrix[last] for matrix in (found.attention_near, found.attention_chance, found.attention))
+
+    def times(stages: Sequence[int]) -> float:
+        got, even = (sum((shares[one] or 0) * (row[one] or 0) for one in stages) for row in (near, chance))
+        return got / even if even else 0.0
+
+    earlier = [one for one in range(last) if (chance[one] or 1) < 1]
+    return (
+        f"last stage, attention to the 3 x 3 cells around the same place: {times([last]):.1f} times as much as if it were spread evenly"
+        f" in its own stage, {times(earlier):.1f} times in earlier ones"
+    )
 
 
 def is_given(context: typer.Context, name: str) -> bool:

@@ -78,7 +78,7 @@ def draw_spectra(figure: Figure, found: Details) -> None:
 
 
 def draw_attention(figure: Figure, found: Details) -> None:
-    left, right = figure.subplots(1, 2)
+    left, right, places = figure.subplots(1, 3)
     shares = [real(row) for row in found.attention]
     picture = left.imshow(shares, aspect="auto", cmap="cividis", vmin=0)
     figure.colorbar(picture, ax=left, label="share of the attention")
@@ -95,8 +95,15 @@ def draw_attention(figure: Figure, found: Details) -> None:
     right.plot(range(len(own)), own, color=ORANGE, marker="o", markersize=3, label="measured")
     right.plot(range(len(own)), expected, color=GRAY, marker="o", markersize=3, label="its share of the tokens")
     right.set(title="attention of a stage to itself", ylim=(0, 1.02))
-    name_stages(right, found)
-    label_lines(right)
+    for name, matrix, color in (("measured", found.attention_near, ORANGE), ("spread evenly", found.attention_chance, GRAY)):
+        rows = [real(row) for row in matrix]
+        places.plot(range(len(rows)), [row[stage] for stage, row in enumerate(rows)], color=color, marker="o", markersize=3, label=name)
+        before = [row[max(0, stage - 1)] for stage, row in enumerate(rows)]
+        places.plot(range(len(rows)), before, color=color, ls="--", lw=0.9, label=f"{name}, one stage before")
+    places.set(title="attention to the 3 x 3 cells around the same place", ylim=(0, 1.02))
+    for axes in (right, places):
+        name_stages(axes, found)
+        label_lines(axes)
 
 
 def draw_logits(figure: Figure, found: Details) -> None:

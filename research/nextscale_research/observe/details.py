@@ -26,7 +26,7 @@ from nextscale.stage import Schedule
 from .attention import AttentionWatcher, CalledAttention
 from .blocks import BlockWatcher
 from .detail import LEVELS, local_detail, luminance, rank_correlation
-from .distances import Distance, boundary, stage_distances
+from .distances import Distance, TextScore, boundary, stage_distances, text_scores
 from .frequency import EDGES, band_power
 from .measure import Sample
 from .numbers import Curve, Numbers, plain
@@ -58,6 +58,9 @@ class Details:
     stage_power: list[Numbers]  # [stage][band], power of the image after the stage, of the final image's
     method_power: dict[str, Numbers]  # by method, [band], power of its images, of the dense ones'
     attention: list[Numbers]  # [stage][stage], share of a stage's attention that goes to each stage's tokens; the first image
+    attention_near: list[Numbers]  # [stage][stage], share of the attention to a stage that goes to the cells around the same place
+    attention_chance: list[Numbers]  # the same of attention that is spread evenly
+    text_score: Curve | None  # by stage, cosine of CLIP's features of image and prompt; None without its weights
     similarity: Curve  # of a cell's logits to those around it, mean over the cells
     similarity_detail: Curve  # rank correlation of that with the detail of the final image
     change_stability: list[Curve]  # by block, rank correlation of its change map with that of the stage before, resized
@@ -99,11 +102,13 @@ def observe_details(
     *,
     projected: Method,
     projections: int = 4,
+    text_score: TextScore | None = None,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> tuple[Details, Pictures]:
     """All images in one request: give a few.
 
-    methods: those whose spectra are compared with dense generation. projected: a StageVAR, generated with `projections` random projections.
+    text_score: likeness of images and prompts, measured after every stage. methods: those whose spectra are compared with dense
+        generation. projected: a StageVAR, generated with `projections` random projections.
     """
     total, done = 1 + len(methods) + projections, 0
 
@@ -127,6 +132,8 @@ def observe_details(
     curves = {name: Curve.of(values) for name, values in stage_distances(watched.images, final, distances).items()}
     dense_power = spectrum(final)
     similarity, related = similarity_curves(watched, schedule, final)
+    attention = watched.attention
+    matrices = attention.share_matrix(), attention.near_matrix(), attention.chance_matrix()
     found = Details(
         {"model": pipeline.name, "images": len(sample.seeds), "seed": sample.seeds[0], "size": list(watched.output.report.size)}
         | {"device": watched.output.report.device, "dtype": watched.output.report.dtype, "torch": torch.__version__},
@@ -136,7 +143,8 @@ def observe_details(
         list(EDGES),
         [plain(spectrum(image) / dense_power) for image in watched.images],
         {name: plain(power / dense_power) for name, power in powers.items()},
-        [plain(row) for row in watched.attention.share_matrix()],
+        *([plain(row) for row in matrix] for matrix in matrices),
+        None if text_score is None else Curve.of(text_scores(watched.images, sample.prompts, text_score)),
         similarity,
         related,
         change_stability(watched.blocks, schedule, len(pipeline.model.blocks)),

@@ -26,6 +26,10 @@ Distance = Callable[[Tensor, Tensor], Tensor]
 """Distances [B] of two batches of images [B, 3, H, W] in [-1, 1]."""
 
 
+TextScore = Callable[[Tensor, Sequence[str]], Tensor]
+"""Likeness [B] of images [B, 3, H, W] in [-1, 1] and prompts."""
+
+
 def available_distances(metrics: Path | None, device: torch.device) -> dict[str, Distance]:
     """LPIPS, and those of DISTS, CLIP and DINOv2 whose weights are in the folder of metric networks."""
     found: dict[str, Distance] = {"lpips": Lpips.load(device)}
@@ -43,6 +47,26 @@ def cosine_distance(network: Network) -> Distance:
         return 1 - torch.cosine_similarity(ours.float(), theirs.float(), dim=1)
 
     return distance
+
+
+def available_text_score(metrics: Path | None, device: torch.device) -> TextScore | None:
+    """Returns the cosine of CLIP's features of image and text, if its weights are in the folder of metric networks."""
+    try:
+        network = NETWORKS["clip"](metrics, device)
+    except CheckpointError:
+        return None
+
+    def score(images: Tensor, prompts: Sequence[str]) -> Tensor:
+        assert network.text is not None
+        seen, told = network.features(((images + 1) * 127.5).to(torch.uint8)), network.text(list(prompts))
+        return torch.cosine_similarity(seen.float(), told.float(), dim=1)
+
+    return score
+
+
+def text_scores(images: Sequence[Tensor], prompts: Sequence[str], score: TextScore) -> Tensor:
+    """Returns the likeness of the image after each stage to its prompt, [B, stages]."""
+    return torch.stack([score(image.clamp(-1, 1), prompts).cpu() for image in images], dim=1)
 
 
 def stage_distances(images: Sequence[Tensor], final: Tensor, distances: Mapping[str, Distance]) -> dict[str, Tensor]:
