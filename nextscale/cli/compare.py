@@ -93,7 +93,7 @@ def compare(
         task = progress.add_task("loading", total=1.0)
 
         def on_progress(name: str, share: float) -> None:
-            progress.update(task, completed=share, description=escape(name))
+            progress.update(task, completed=share, description=f"comparing {escape(name)}")
 
         pipeline = model.load()
         pixels = [side * pipeline.tokenizer.pixels_per_token for side in schedule.grid]

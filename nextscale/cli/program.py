@@ -37,7 +37,7 @@ STEPS = "The size fixes the number of stages; --method skip:last=2 runs fewer"
 INSTEAD = {  # options of earlier versions and of other programs
     "--steps": STEPS,
     "--num-inference-steps": STEPS,
-    "--strength": "In Python pipe.edit(image, prompt, strength=0.6) changes an image",
+    "--strength": "Run nextscale edit IMAGE PROMPT --strength 0.6",
     "--images": "Use -n",
     "--seeds": "Use -n",
     "--prompt": 'Write the prompt without an option: nextscale generate "a red apple"',

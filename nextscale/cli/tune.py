@@ -10,6 +10,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import typer
 from rich.markup import escape
 
 from ..errors import NextscaleError, PromptError, SettingError
@@ -153,16 +154,19 @@ def search(bench: Bench, log: TrialLog, minutes: float, choose: bool, on_progres
     from ..offline.prompts import evenly_spread
     from ..planning.cost import Workload
     from ..tune import Search
-    from ..tune.budget import LATEST, NEEDED, VALIDATION, first_round, max_winners
+    from ..tune.budget import LATEST, NEEDED, VALIDATION, first_round, max_winners, needed_minutes
     from ..tune.search import MAX_WINNERS
     from ..validation import is_int
 
     pipeline = bench.pipeline
     images: int = log.conditions.get("images", 0)
     if not is_int(images, 1) or images % bench.batch:
-        images = first_round(bench.batch, bench.first_look(), minutes, len(bench.prompts))
+        images = first_round(bench.batch, per_image := bench.first_look(), minutes, len(bench.prompts))
+        needed = math.ceil(needed_minutes(images, per_image))
+        typer.echo(f"The smallest search takes about {needed} of the {minutes:g} minutes here ({NEEDED} trials).", err=True)
     log.start(conditions(bench, images))
-    there = len(log.trials)
+    if there := len(log.trials):
+        typer.echo(f"{there} trials are in {log.file}: the search continues.", err=True)
 
     def on_trial(what: str, share: float) -> None:
         if share > LATEST:

@@ -25,14 +25,18 @@ def first_round(batch: int, per_image: float, minutes: float, prompts: int) -> i
     seconds = 60 * minutes * (1 - VALIDATION)
     wanted = max(batch, min(IMAGES, int(NEEDED_SHARE * seconds / (NEEDED * per_image))))
     images = batch * min(-(-wanted // batch), prompts // batch)
-    dense = images * per_image
-    smallest = NEEDED * COST * dense / (1 - VALIDATION) / 60
+    smallest = needed_minutes(images, per_image)
     if smallest > minutes:
         raise SettingError(
-            f"the smallest search takes about {math.ceil(smallest)} min here ({NEEDED} trials; dense generation takes {dense:.1f} s)."
-            f" Pass --minutes {math.ceil(1.2 * smallest)}, or a smaller --size or --batch."
+            f"the smallest search takes about {math.ceil(smallest)} min here ({NEEDED} trials; {images} dense images take"
+            f" {images * per_image:.1f} s). Pass --minutes {math.ceil(1.2 * smallest)}, or a smaller --size or --batch."
         )
     return images
+
+
+def needed_minutes(images: int, per_image: float) -> float:
+    """Returns the minutes of a search that only runs the needed trials, each with this number of images."""
+    return NEEDED * COST * images * per_image / (1 - VALIDATION) / 60
 
 
 def max_winners(batch: int, per_image: float, minutes: float) -> int:

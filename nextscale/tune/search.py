@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from ..errors import NextscaleError
 from ..eval.compare import OnProgress
 from ..planning.cost import Workload
+from .budget import NEEDED
 from .candidate import Amounts, Candidate
 from .foresight import foresight
 from .frontier import WANTED, Place, frontier, near_frontier, speed_by_distance, spread
@@ -65,7 +66,8 @@ class Search:
         text, images, timed = candidate.text, rounds * self.images, self.bench.times(timed)
         key = candidate, rounds, timed
         if key not in self.seen:
-            self.on_progress(f"trial {len(self.seen) + 1}, {what}: {text}", self.spent)
+            number = len(self.seen) + 1
+            self.on_progress(f"trial {number}{f' of about {NEEDED}' if number <= NEEDED else ''}, {what}: {text}", self.spent)
             known = candidate.knobs > 1 and self.predictor.trials  # single knobs are what predictions come from
             expected = self.predictor.distance(candidate) if known else 0.0
             self.seen[key] = self.log.get(text, images, timed) or self.log.add(

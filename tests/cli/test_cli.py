@@ -1084,7 +1084,7 @@ def test_in_a_checkout_files_go_elsewhere(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(names("here")) == 1
 
 
-COMMANDS = ["generate", "sample", "serve", "models", "download", "convert", "plan", "compare", "tune", "calibrate", "bench", "evaluate"]
+COMMANDS = [*typer.main.get_command(app).commands]
 QUICK = [
     ["--help"],
     ["--version"],

@@ -166,7 +166,7 @@ def test_progress_grows_and_is_never_complete_while_it_works(monkeypatch: pytest
     assert result.exit_code == 0, result.output
     shares = [share for share, _ in shown]
     assert shares == sorted(shares) and shares[0] == 0 and 0.9 < shares[-1] < 1
-    assert shown[0][1].startswith("trial 1, dense") and any(words.startswith("validation: dense") for _, words in shown)
+    assert shown[0][1].startswith("trial 1 of about 55, dense") and any(words.startswith("validation: dense") for _, words in shown)
     assert {share for share, words in shown if words.startswith("trial")} >= {0.75}, "where the time is over but the search is not"
     (percent,) = [column for column in share_bar().columns if isinstance(column, WholePercent)]
     assert percent.render(SimpleNamespace(percentage=99.9)).plain == "99 %"  # type: ignore[arg-type]
