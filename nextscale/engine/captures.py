@@ -136,7 +136,8 @@ class Captures:
         history = self._remembered(key)
         history.requests += 1
         used = self._with_room(key)
-        if used is None and not history.refused and (at_once or self._pays(key, history)) and self._try(key, request, history):
+        pays = at_once or history.requests >= history.needed or bool(self._with_less_room(key))
+        if used is None and not history.refused and pays and self._try(key, request, history):
             used = key
         if used is None:
             used = self._larger_batch(key, request)
@@ -199,9 +200,6 @@ class Captures:
         if len(self._history) > REMEMBERED:
             del self._history[next(iter(self._history))]
         return self._history[key]
-
-    def _pays(self, key: CaptureKey, history: History) -> bool:
-        return history.requests >= history.needed or bool(self._with_less_room(key))
 
     def _with_less_room(self, key: CaptureKey) -> list[CaptureKey]:
         """Captures whose only fault is that a text of this request is longer, or that its images keep more tokens."""

@@ -113,7 +113,8 @@ def launch(
     """Returns the sum, or x without an update, and the modulated norm."""
     rows, tokens, channels = x.shape
     images = images_in(image, rows, gate, scale, shift)
-    x, (gate, scale, shift) = dense_channels(x), (each_row(one, rows * images, channels) for one in (gate, scale, shift))
+    x, given = dense_channels(x), (gate, scale, shift)
+    gate, scale, shift = (None if one is None else per_row(one, rows * images, channels) for one in given)
     if index is not None:
         index = require_index(index, rows)
         tokens = index.shape[1]
@@ -125,21 +126,14 @@ def launch(
     with torch.cuda.device_of(x):
         norm_modulate_kernel[tokens, rows](
             x, index, image, update, gate, scale, shift, total, out,
-            tokens, images, *x.stride()[:2], *((0, 0) if update is None else update.stride()[:2]), *map(row_stride, (gate, scale, shift)),
+            tokens, images, *x.stride()[:2], *((0, 0) if update is None else update.stride()[:2]),
+            *(0 if one is None else one.stride(0) for one in (gate, scale, shift)),
             NORM_EPS, 1 / (e4m3_scale or 1.0),
             INDEXED=index is not None, PACKED=image is not None, UPDATED=update is not None, GATED=gate is not None,
             SCALED=scale is not None, SHIFTED=shift is not None, CENTERED=centered, QUANTIZED=e4m3_scale is not None,
             CHANNELS=channels, BLOCK=block, num_warps=warps_for(block),
         )  # fmt: skip
     return x if total is None else total, out
-
-
-def each_row(modulation: Tensor | None, rows: int, channels: int) -> Tensor | None:
-    return None if modulation is None else per_row(modulation, rows, channels)
-
-
-def row_stride(modulation: Tensor | None) -> int:
-    return 0 if modulation is None else modulation.stride(0)
 
 
 def images_in(image: Tensor | None, rows: int, *modulations: Tensor | None) -> int:
