@@ -9,8 +9,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test test-fast lint docs house demo clean fresh
 
+# one worker more than cores: tests of Ray, servers and browsers wait most of their time
 test: lint
-	$(BIN)/pytest --numprocesses auto --dist worksteal
+	$(BIN)/pytest --numprocesses $$(($$($(BIN)/python -c 'import os; print(os.cpu_count())') + 1)) --dist worksteal
 
 # skips slow tests (listed in tests/slow.txt by `make test PYTEST_ADDOPTS=--write-slow=110`) and tests that need a GPU, a browser or Ray
 test-fast: $(INSTALLED_DEV)
