@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.helpers.tape import FEW_BUCKETS, Tape, play_graphs_on_the_cpu
+from nextscale.engine import captures
+from tests.helpers.tape import FEW_BUCKETS, Tape, play_graphs_on_the_cpu, tensors_in
 
 
 @dataclass
@@ -24,6 +24,7 @@ class Memory:
     """A piece of memory that graphs use."""
 
     tensor: Tensor  # owned by a tape
+    storage: torch.UntypedStorage
     born: int | None = None  # the graph whose capture allocated it; None: it was there before
     died: int | None = None  # the last graph during whose capture somebody held it
 
@@ -44,8 +45,8 @@ class Pool:
 
     def is_held(self, memory: Memory) -> bool:
         """Returns True if it has owners other than tapes."""
-        storage = memory.tensor.untyped_storage()
-        return torch._C._storage_Use_Count(storage._cdata) - 1 > self.held[storage._cdata]
+        address = memory.storage._cdata
+        return torch._C._storage_Use_Count(address) - 1 > self.held[address]
 
     def bury(self) -> None:
         """Notes what nobody holds now."""
@@ -60,7 +61,7 @@ class Pool:
                 continue
             before, after = memory.born > graph, memory.died is not None and memory.died < graph
             if before or after:
-                memory.tensor.untyped_storage().fill_(255)  # NaN in every floating-point format
+                memory.storage.fill_(255)  # NaN in every floating-point format
 
     def lost(self) -> list[list[int]]:
         """Shapes of what graphs read that was not made by any, and that nobody holds: a GPU would have given it to others."""
@@ -87,16 +88,21 @@ class PooledTape(Tape):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        self.ops[-1] = (func, *(tree_map(self._own, part) for part in self.ops[-1][1:]))
-        read = {storage_of(one) for one in tree_leaves(self.ops[-1][1:3]) if isinstance(one, Tensor)}
-        for tensor in tree_leaves(self.ops[-1][1:]):
-            if isinstance(tensor, Tensor):
-                born = None if storage_of(tensor) in read else self.number
-                self.pool.known.setdefault(storage_of(tensor), Memory(tensor, born))
+        self.ops[-1] = (func, *map(self._own, self.ops[-1][1:]))
+        read = {storage_of(one) for one in tensors_in(self.ops[-1][1:3])}
+        for tensor in tensors_in(self.ops[-1][1:]):
+            storage = storage_of(tensor)
+            if storage not in self.pool.known:
+                self.pool.known[storage] = Memory(tensor, tensor.untyped_storage(), None if storage in read else self.number)
         return out
 
     def _own(self, value: Any) -> Any:
-        return self.pool.alias(value) if isinstance(value, Tensor) else value
+        """The same with tensors for this tape to hold."""
+        if isinstance(value, Tensor):
+            return self.pool.alias(value)
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(self._own, value))
+        return {name: self._own(part) for name, part in value.items()} if isinstance(value, dict) else value
 
     def replay(self) -> None:
         self.pool.destroy(self.number)
@@ -104,8 +110,9 @@ class PooledTape(Tape):
 
 
 def play_pooled_graphs_on_the_cpu(patch: pytest.MonkeyPatch, buckets: tuple[int, ...] = FEW_BUCKETS) -> Pool:
-    """Returns the pool, for all captures of a test."""
+    """Returns the pool, for all captures of a test, whose replays are not timed."""
     play_graphs_on_the_cpu(patch, buckets)
+    patch.setattr(captures, "replay_seconds", lambda *_: 0.0)
     pool = Pool()
     patch.setattr(torch.cuda, "CUDAGraph", type("PooledTapeOfATest", (PooledTape,), {"pool": pool}))
     return pool

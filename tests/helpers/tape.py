@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from nextscale import pipeline
 from nextscale.engine import captures, variants
@@ -23,7 +22,23 @@ from nextscale.engine import captures, variants
 HOST_READS = {f"aten::{name}" for name in ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "lift_fresh", "equal")}
 
 
-class Tape(TorchDispatchMode):
+def tensors_in(value: Any) -> list[Tensor]:
+    """What an operator takes or returns. Torch's own functions for such trees take most of the time of a capture here."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [tensor for part in parts if isinstance(part, (Tensor, tuple, list, dict)) for tensor in tensors_in(part)]
+
+
+class Watching(TorchDispatchMode):
+    """Sees every operator. Torch's compiler need not be kept out, for which torch would import it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Tape(Watching):
     """Stands for torch.cuda.CUDAGraph."""
 
     def __init__(self) -> None:
@@ -48,7 +63,7 @@ class Tape(TorchDispatchMode):
             if not in_place and shares_memory(out, (args, kwargs)):
                 continue  # a view stays where it is
             written = in_place or func._schema.name.startswith("aten::empty")
-            found.append((func, args, kwargs, [] if written else [one for one in tree_leaves(out) if isinstance(one, Tensor)]))
+            found.append((func, args, kwargs, [] if written else tensors_in(out)))
         return found
 
     @torch.inference_mode()
@@ -56,18 +71,17 @@ class Tape(TorchDispatchMode):
         for func, args, kwargs, targets in self.launches:
             fresh = func(*args, **kwargs)
             if targets:
-                sources = (fresh,) if isinstance(fresh, Tensor) else [one for one in tree_leaves(fresh) if isinstance(one, Tensor)]
-                for target, source in zip(targets, sources, strict=True):
+                for target, source in zip(targets, tensors_in(fresh), strict=True):
                     target.copy_(source)
 
 
 def shares_memory(out: Any, inputs: Any) -> bool:
     """Returns True for operators that may return a view or a copy: `to`, `reshape`, `contiguous`."""
-    places = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves(inputs) if isinstance(tensor, Tensor)}
-    return any(tensor.untyped_storage().data_ptr() in places for tensor in tree_leaves(out) if isinstance(tensor, Tensor))
+    places = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(inputs)}
+    return any(tensor.untyped_storage().data_ptr() in places for tensor in tensors_in(out))
 
 
-class Dispatched(TorchDispatchMode):
+class Dispatched(Watching):
     """Uses the Python dispatch path of captures without recording; some operators, such as attention, round differently there."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
