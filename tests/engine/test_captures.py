@@ -39,7 +39,7 @@ SPARSE = SparseVAR(tau=0.95, first_stage=2)  # less leaves out nothing of images
 
 @pytest.fixture(autouse=True)
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
-    play_graphs_on_the_cpu(monkeypatch)
+    play_graphs_on_the_cpu(monkeypatch, timed=True)
 
 
 def with_graphs(family: str, **options: Any) -> Pipeline:

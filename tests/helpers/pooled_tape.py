@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nextscale.engine import captures
 from tests.helpers.tape import FEW_BUCKETS, Tape, play_graphs_on_the_cpu, tensors_in
 
 
@@ -110,9 +109,8 @@ class PooledTape(Tape):
 
 
 def play_pooled_graphs_on_the_cpu(patch: pytest.MonkeyPatch, buckets: tuple[int, ...] = FEW_BUCKETS) -> Pool:
-    """Returns the pool, for all captures of a test, whose replays are not timed."""
+    """Returns the pool, for all captures of a test."""
     play_graphs_on_the_cpu(patch, buckets)
-    patch.setattr(captures, "replay_seconds", lambda *_: 0.0)
     pool = Pool()
     patch.setattr(torch.cuda, "CUDAGraph", type("PooledTapeOfATest", (PooledTape,), {"pool": pool}))
     return pool

@@ -118,7 +118,10 @@ FEW_BUCKETS = (32, 24, 12, 4)
 """Of 32: enough sizes to choose from, with tokens to pad in most. With all of them, stages this small have one for nearly every number."""
 
 
-def play_graphs_on_the_cpu(patch: pytest.MonkeyPatch, buckets: tuple[int, ...] = FEW_BUCKETS) -> None:
+def play_graphs_on_the_cpu(patch: pytest.MonkeyPatch, buckets: tuple[int, ...] = FEW_BUCKETS, timed: bool = False) -> None:
+    """Without `timed` new captures are not replayed to be timed, and replays count as faster than any eager request."""
+    if not timed:
+        patch.setattr(captures, "replay_seconds", lambda *_: 0.0)
     patch.setattr(variants, "BUCKETS", buckets)
     for name, value in {
         "CUDAGraph": Tape,
