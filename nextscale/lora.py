@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,16 +17,23 @@ from .checkpoints import open_checkpoint
 from .checkpoints.adapters import CONFIG, SINGLE_FILES, AdapterFile, LowRank, published_module, read_adapter, underscored
 from .checkpoints.hub import snapshot
 from .checkpoints.layout import PublishedTensor, published_places
-from .errors import CheckpointError, SettingError
+from .errors import CheckpointError, NextscaleError, SettingError
 from .io import expanded
 from .models.base import NextScaleModel
 from .models.quantization import QuantizedLinear
 from .serialization import listed
 from .validation import is_finite, require
 
+log = logging.getLogger(__name__)
+
 ADAPTER_FILES = (CONFIG, *SINGLE_FILES)
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+MAX_OFFERED = 8  # adapters of a folder in host memory
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+Scales = Mapping[str, float] | tuple[tuple[str, float], ...]
+"""Adapters and their scales; pairs can be a key of batches."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,9 @@ class Loras:
     def __init__(self, model: NextScaleModel, weights: Path | None = None) -> None:
         self.model, self.weights = model, weights
         self.default: dict[str, float] = {}  # scales of calls that do not name adapters
-        self._adapters: dict[str, Adapter] = {}
+        self.offered: dict[str, Path] = {}  # adapters that are loaded when a call names them
+        self.switches, self.switch_seconds = 0, 0.0  # changes of the weights so far
+        self._adapters: dict[str, Adapter] = {}  # the one used last comes last
         self._applied: dict[str, float] = {}
         self._pristine: dict[str, dict[str, Tensor]] = {}  # tensors of a layer by its name, on the host
         self._base: dict[str, Tensor] = {}  # weights of quantized layers before they were quantized, on the host
@@ -82,25 +93,38 @@ class Loras:
         require(NAME.fullmatch(name), "name", "1 to 64 letters, digits, '.', '_' or '-'", name)
         require(name not in self._adapters, "name", "free: unload that adapter first, or pass another name", name)
         require(is_finite(scale), "scale", "a finite number", scale)
-        file = read_adapter(path)
-        adapter = Adapter(name, file.sha256, fitted(self.model, file))
-        for layer in adapter.updates:
-            self._keep(layer)
-        self._adapters[name] = adapter
+        self._add(name, path)
         try:
             self.set(self.default | {name: scale}, nested)
         except BaseException:
-            del self._adapters[name]
+            self._forget(name)
             raise
         return name
 
-    def set(self, scales: Mapping[str, float], nested: bool) -> None:
+    def offer(self, folder: Path) -> None:
+        """Lets calls name the adapters of a folder: PEFT folders and safetensors files that fit the model. Logs why others do not.
+
+        They are loaded when they are first used. The MAX_OFFERED used last stay in host memory.
+        """
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() or path.suffix == ".safetensors":
+                try:
+                    require(NAME.fullmatch(path.stem), "name", "1 to 64 letters, digits, '.', '_' or '-'", path.stem)
+                    fitted(self.model, read_adapter(path))
+                except NextscaleError as error:
+                    log.warning("the adapter %s is not offered: %s", path.name, error)
+                else:
+                    self.offered[path.stem] = path
+
+    def set(self, scales: Scales, nested: bool) -> None:
         """Applies adapters to this and all further calls."""
         self.use(scales, nested)
         self.default = self._applied
 
-    def use(self, scales: Mapping[str, float] | None, nested: bool) -> None:
+    def use(self, scales: Scales | None, nested: bool) -> None:
         """Applies adapters to one call. nested: True inside another call, whose weights must not change."""
+        if scales is not None:
+            self._load_offered(dict(scales) if isinstance(scales, Mapping | tuple) else {})
         wanted = self.default if scales is None else self.checked(scales)
         if wanted != self._applied:
             require(not nested, "lora", "that of the call around `on_stage`", dict(wanted))
@@ -110,24 +134,21 @@ class Loras:
         """Forgets an adapter. The weights are as if it had never been loaded."""
         self.checked({name: 1.0})
         self.set({other: scale for other, scale in self.default.items() if other != name}, nested)
-        del self._adapters[name]
-        used = {layer for adapter in self._adapters.values() for layer in adapter.updates}
-        for kept in (self._pristine, self._base):
-            for layer in kept.keys() - used:
-                del kept[layer]
+        self._forget(name)
 
-    def checked(self, scales: Mapping[str, float]) -> dict[str, float]:
+    def checked(self, scales: Scales) -> dict[str, float]:
         """Returns scales other than 0, sorted by name. Raises SettingError for unknown adapters and for scales that are not numbers."""
-        require(isinstance(scales, Mapping), "lora", 'a mapping such as {"ink": 0.8}', scales)
-        for name, scale in dict(scales).items():
+        require(isinstance(scales, Mapping | tuple), "lora", 'a mapping such as {"ink": 0.8}', scales)
+        scales = dict(scales)
+        for name, scale in scales.items():
             require(name in self._adapters, "lora", f"one of the loaded adapters ({listed(self.names) or 'none'})", name)
             require(is_finite(scale), f"scale of {name}", "a finite number", scale)
         return {name: float(scales[name]) for name in sorted(scales) if scales[name] != 0}
 
     @torch.no_grad()
-    def apply(self, scales: Mapping[str, float]) -> None:
+    def apply(self, scales: Scales) -> None:
         """Makes the weights those of the base plus these adapters. Layers that no changed adapter touches stay as they are."""
-        wanted = self.checked(scales)
+        begun, wanted = time.perf_counter(), self.checked(scales)
         changed = {name for name in {*wanted, *self._applied} if wanted.get(name) != self._applied.get(name)}
         layers = sorted({layer for name in changed for layer in self._adapters[name].updates})
         try:
@@ -139,6 +160,9 @@ class Loras:
             self._applied = {}
             raise
         self._applied = wanted
+        if layers:
+            self.switches += 1
+            self.switch_seconds += time.perf_counter() - begun
 
     @contextmanager
     def removed(self) -> Iterator[None]:
@@ -152,6 +176,31 @@ class Loras:
                 self._keep(layer, again=True)
             self._base.clear()
             self.apply(applied)
+
+    def _add(self, name: str, path: Path) -> None:
+        file = read_adapter(path)
+        adapter = Adapter(name, file.sha256, fitted(self.model, file))
+        for layer in adapter.updates:
+            self._keep(layer)
+        self._adapters[name] = adapter
+
+    def _forget(self, name: str) -> None:
+        del self._adapters[name]
+        used = {layer for adapter in self._adapters.values() for layer in adapter.updates}
+        for kept in (self._pristine, self._base):
+            for layer in kept.keys() - used:
+                del kept[layer]
+
+    def _load_offered(self, scales: Mapping[str, float]) -> None:
+        """Loads the offered adapters of a call, and forgets those that were not used for longest."""
+        for name in scales:
+            if name in self._adapters:
+                self._adapters[name] = self._adapters.pop(name)
+            elif name in self.offered:
+                self._add(name, self.offered[name])
+        spare = [name for name in self._adapters if name in self.offered and name not in {*scales, *self._applied, *self.default}]
+        for name in spare[: max(len(self._adapters) - MAX_OFFERED, 0)]:
+            self._forget(name)
 
     def _keep(self, layer: str, again: bool = False) -> None:
         if again or layer not in self._pristine:

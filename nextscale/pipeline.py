@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ from .engine.memory import memory_errors, require_room
 from .errors import SettingError
 from .generate import StageOutput, all_finite
 from .guidance import Guidance, GuidanceLike
-from .lora import Loras, find_adapter
+from .lora import Loras, Scales, find_adapter
 from .methods.auto import Auto
 from .methods.method import Method, SelectionContext
 from .methods.near_mask import NearMask
@@ -143,7 +143,7 @@ class Pipeline:
         prefix_codes: Sequence[Tensor] = (),
         decode: bool = True,
         warmup: bool = False,
-        lora: Mapping[str, float] | None = None,
+        lora: Scales | None = None,
         edit: Edit | None = None,
         **sampling: Any,
     ) -> Output:
@@ -347,7 +347,7 @@ class Pipeline:
                 self.model.fingerprint = fingerprint(self.model)  # profiles belong to the base
             return self.loras.load(path, name or path.stem, scale, nested)
 
-    def set_loras(self, scales: Mapping[str, float]) -> None:
+    def set_loras(self, scales: Scales) -> None:
         """Chooses the adapters of all further calls: {"ink": 0.8, "toy": 0.4}. Others are not applied; {} is the base model."""
         with self._lock() as nested:
             self.loras.set(scales, nested)

@@ -28,6 +28,7 @@ class ServedOptions(FileOptions):
     models: Annotated[Texts, option("--model -m", "NAME", f"{MODEL_HELP} Can be repeated.", None, DEFAULT_MODEL)] = None
     devices: Annotated[Texts, option("--device", "DEVICE", "cpu, cuda, cuda:N or mps; can be repeated.", MACHINE, DEFAULT_DEVICE)] = None
     alias: Annotated[Texts, option("--alias", "NAME=MODEL", "Another name of a model, for clients that use it; can be repeated.")] = None
+    lora_dir: Annotated[Path | None, option("--lora-dir", "FOLDER", "LoRA adapters that requests may name.", MACHINE)] = None
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,9 @@ def serve(
     )
     aliases = parse_aliases(model.alias or [], names)
     configure_log(network.log_format == "json")
-    content = Content(names, devices, model.open, aliases, named, warmups)
+    if model.lora_dir is not None and not model.lora_dir.is_dir():
+        raise SettingError(f"--lora-dir must be a folder of adapters; got {model.lora_dir}.")
+    content = Content(names, devices, model.open, aliases, named, warmups, model.lora_dir)
     if ray is None:
         run(content, settings)
         return

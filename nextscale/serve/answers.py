@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from PIL import Image
@@ -96,6 +97,7 @@ def report_of(image: GeneratedImage) -> dict[str, Any]:
         "engine": report.engine,
         "device": report.device,
         "batch": image.batch,
+        "loras": list(map(asdict, report.loras)),
         **milliseconds(queue=image.queue_seconds, total=report.seconds, condition=report.condition_seconds, decode=report.decode_seconds),
         "cost_share": round(report.cost_share, 6),
         "stages": [

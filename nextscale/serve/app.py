@@ -50,7 +50,9 @@ def create_app(service: Service) -> FastAPI:
         )
 
     def card(name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": service.started, "owned_by": "nextscale"}
+        known = {"id": name, "object": "model", "created": service.started, "owned_by": "nextscale"}
+        adapters = [] if service.catalogue is None else [*service.catalogue.find(name).pipeline.loras.offered]
+        return known | ({"adapters": adapters} if adapters else {})
 
     @app.post(GENERATIONS, openapi_extra=openapi_body(ImageRequest))
     async def generations(request: Request) -> Response:
@@ -131,6 +133,7 @@ def studio_model(served: Served) -> dict[str, Any]:
     return {
         "id": served.name,
         "classes": served.classes,
+        "adapters": [*served.pipeline.loras.offered],
         "size": text_of(served.pixels(served.default)),
         "stages": len(served.default),
         "sizes": [{"size": text_of(size), "stages": len(schedules[size])} for size in sizes],

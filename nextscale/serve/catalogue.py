@@ -93,6 +93,17 @@ class Served:
             self.pipeline.reader.read(int(text))
         return int(text)
 
+    def adapters(self, request: ImageRequest) -> tuple[tuple[str, float], ...] | None:
+        """Returns the requested adapters in order of their names, so that equal choices share batches."""
+        if request.lora is None:
+            return None
+        found, offered = {one.name: one.scale for one in request.lora}, self.pipeline.loras.offered
+        if len(found) < len(request.lora):
+            raise refused("lora", "lora must name each adapter once")
+        if unknown := sorted(found.keys() - offered.keys()):
+            raise refused("lora", f"lora must name adapters of {self.name} ({', '.join(offered) or 'none are served'}); got {unknown[0]!r}")
+        return tuple(sorted((name, scale) for name, scale in found.items() if scale))
+
     def schedule(self, request: ImageRequest) -> Schedule:
         """Returns the schedule of the requested size and aspect ratio."""
         book, size = self.pipeline.settings.schedules, request.size or "auto"
@@ -165,6 +176,8 @@ class Catalogue:
         with about("seed"):
             seeds = image_seeds(secrets.randbits(32) if request.seed is None else request.seed, images)
         settings = {"size": schedule, **sampling, "method": method}
+        if (lora := served.adapters(request)) is not None:
+            settings["lora"] = lora
         settings |= ({} if guidance is None else {"guidance": guidance}) | ({"compute_mask": True} if request.masks else {})
         named = self.method if request.method is None else request.method
         return ParsedRequest(served.name, prompt, negative, seeds, schedule, size, named, partial, settings)

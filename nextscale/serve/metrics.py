@@ -41,6 +41,8 @@ class ServeMetrics:
         self.rate = gauge("nextscale_images_per_second", "Rate of recent batches while busy.")
         self.captures = gauge("nextscale_captures", "Captured CUDA graphs.", ["model", "device"])
         self.captures_bytes = gauge("nextscale_captures_bytes", "Memory of captured graphs.", ["model", "device"])
+        self.lora_switches = gauge("nextscale_lora_switches", "Changes of adapters so far.", ["model", "device"])
+        self.lora_seconds = gauge("nextscale_lora_switch_seconds", "Time of all changes of adapters.", ["model", "device"])
         self.gpu_memory = gauge("nextscale_gpu_memory_bytes", "Memory of the GPUs.", ["device", "kind"])
 
     def watch(self, batcher: Batcher, pipelines: Iterable[tuple[str, Pipeline]]) -> None:
@@ -52,6 +54,8 @@ class ServeMetrics:
             device = pipeline.model.device
             self.captures.labels(name, str(device)).set_function(lambda pipe=pipeline: len(pipe.captures))  # type: ignore[misc]
             self.captures_bytes.labels(name, str(device)).set_function(lambda pipe=pipeline: pipe.captures.bytes)  # type: ignore[misc]
+            self.lora_switches.labels(name, str(device)).set_function(lambda pipe=pipeline: pipe.loras.switches)  # type: ignore[misc]
+            self.lora_seconds.labels(name, str(device)).set_function(lambda pipe=pipeline: pipe.loras.switch_seconds)  # type: ignore[misc]
             if device.type == "cuda":
                 for kind, read in GPU_MEMORY.items():
                     self.gpu_memory.labels(str(device), kind).set_function(partial(read, device))

@@ -11,6 +11,7 @@ MAX_PARTIALS = 32  # clients send 0 to 3; more show every stage
 MAX_SEED = 2**63 - 1
 MAX_METHOD = 200  # characters
 MAX_LIST = 64
+MAX_LORAS = 8
 
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Scale = Annotated[float, Field(ge=-1000, le=1000, allow_inf_nan=False)]
@@ -18,6 +19,15 @@ MAX_SIDE = 16384
 MAX_PADDING = 512  # pixels
 
 Side = Annotated[int, Field(ge=1, le=MAX_SIDE)]
+
+
+class LoraChoice(BaseModel):
+    """An adapter of the server."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    scale: Annotated[float, Field(ge=-10, le=10, allow_inf_nan=False)] = 1.0
 
 
 class ImageRequest(BaseModel):
@@ -77,6 +87,8 @@ class ImageRequest(BaseModel):
     top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     greedy: bool | None = None
+    lora: Annotated[list[LoraChoice], Field(max_length=MAX_LORAS)] | None = None
+    """Adapters of /v1/models, with their scales."""
 
 
 class EditRequest(ImageRequest):

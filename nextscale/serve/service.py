@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from threading import Thread
 from typing import Literal
 
@@ -52,6 +53,7 @@ class Content:
     aliases: Mapping[str, str]
     method: str = "dense"
     warmups: tuple[Warmup, ...] = ()
+    lora_dir: Path | None = None  # adapters that requests may name
 
 
 class Service:
@@ -86,6 +88,8 @@ class Service:
         devices = [{model: content.load(model, device) for model in content.models} for device in content.devices]
         for pipelines in devices:
             for pipeline in pipelines.values():
+                if content.lora_dir is not None:
+                    pipeline.loras.offer(content.lora_dir)
                 warm_up(pipeline, warmups, content.method)
         served = [Served(name, pipeline) for name, pipeline in devices[0].items()]
         catalogue = Catalogue(served, content.aliases, content.method, settings.limits)

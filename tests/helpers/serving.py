@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -113,8 +114,14 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def live(models: Mapping[str, Any], aliases: Mapping[str, str] | None = None, method: str = "dense", **settings: Any) -> Iterator[Live]:
-    content = Content(tuple(models), (None,), lambda name, device: models[name], aliases or {}, method)
+def live(
+    models: Mapping[str, Any],
+    aliases: Mapping[str, str] | None = None,
+    method: str = "dense",
+    lora_dir: Path | None = None,
+    **settings: Any,
+) -> Iterator[Live]:
+    content = Content(tuple(models), (None,), lambda name, device: models[name], aliases or {}, method, (), lora_dir)
     service = Service(content, ServeSettings(**{"port": 0} | settings))
     server = http_server(service)
     thread = Thread(target=server.run, daemon=True)
