@@ -12,14 +12,14 @@ from PIL import Image, ImageDraw, ImageFont
 
 SCALE = 2  # drawn larger than the coordinates of the workflow, for sharp letters
 MARGIN, TITLE, ROW, DOT, FONT = 30, 26, 20, 5, 12
-COLOURS = {"NEXTSCALE_PIPELINE": "#c9a0ff", "NEXTSCALE_RESULT": "#ffb86b", "IMAGE": "#64b5f6", "MASK": "#81c784", "STRING": "#b0bec5"}
+COLORS = {"NEXTSCALE_PIPELINE": "#c9a0ff", "NEXTSCALE_RESULT": "#ffb86b", "IMAGE": "#64b5f6", "MASK": "#81c784", "STRING": "#b0bec5"}
 BACKGROUND, BODY, HEAD, OURS, TEXT, FAINT, FIELD = "#202124", "#35363a", "#45464b", "#3d5a80", "#f1f3f4", "#9aa0a6", "#2a2b2e"
 CURVE = 24  # straight pieces of a link
 LONGEST_VALUE = 34
 
 
 class Picture:
-    """Coordinates are those of the workflow."""
+    """Drawing in the coordinates of the workflow."""
 
     def __init__(self, workflow: dict[str, Any]) -> None:
         self.nodes = {node["id"]: node for node in workflow["nodes"]}
@@ -34,11 +34,11 @@ class Picture:
     def place(self, x: float, y: float) -> tuple[float, float]:
         return SCALE * (x - self.left + MARGIN), SCALE * (y - self.top + MARGIN)
 
-    def box(self, x: float, y: float, width: float, height: float, colour: str, radius: float = 6) -> None:
-        self.draw.rounded_rectangle([*self.place(x, y), *self.place(x + width, y + height)], SCALE * radius, fill=colour)
+    def box(self, x: float, y: float, width: float, height: float, color: str, radius: float = 6) -> None:
+        self.draw.rounded_rectangle([*self.place(x, y), *self.place(x + width, y + height)], SCALE * radius, fill=color)
 
-    def text(self, x: float, y: float, text: str, colour: str = TEXT, anchor: str = "lm") -> None:
-        self.draw.text(self.place(x, y), text, colour, self.font, anchor=anchor)
+    def text(self, x: float, y: float, text: str, color: str = TEXT, anchor: str = "lm") -> None:
+        self.draw.text(self.place(x, y), text, color, self.font, anchor=anchor)
 
     def socket(self, node: dict[str, Any], slot: int, is_output: bool) -> tuple[float, float]:
         x, y = node["pos"]
@@ -47,13 +47,13 @@ class Picture:
     def dot(self, at: tuple[float, float], kind: str) -> None:
         x, y = self.place(*at)
         radius = SCALE * DOT
-        self.draw.ellipse([x - radius, y - radius, x + radius, y + radius], fill=COLOURS.get(kind, FAINT))
+        self.draw.ellipse([x - radius, y - radius, x + radius, y + radius], fill=COLORS.get(kind, FAINT))
 
     def link(self, start: tuple[float, float], end: tuple[float, float], kind: str) -> None:
         reach = max(40.0, abs(end[0] - start[0]) / 2)
         points = [start, (start[0] + reach, start[1]), (end[0] - reach, end[1]), end]
         curve = [self.place(*bezier(points, step / CURVE)) for step in range(CURVE + 1)]
-        self.draw.line(curve, COLOURS.get(kind, FAINT), SCALE * 2, joint="curve")
+        self.draw.line(curve, COLORS.get(kind, FAINT), SCALE * 2, joint="curve")
 
     def node(self, node: dict[str, Any]) -> None:
         (x, y), (width, height) = node["pos"], node["size"]
@@ -80,7 +80,7 @@ class Picture:
 
 
 def named_values(node: dict[str, Any]) -> list[tuple[str, str]]:
-    """The values of a node's widgets; what follows a seed says how the next one is chosen."""
+    """Returns the names and values of a node's widgets. A seed is followed by its control."""
     names = [socket["name"] for socket in node["inputs"] if "widget" in socket]
     if "seed" in names:
         names.insert(names.index("seed") + 1, "control after generate")

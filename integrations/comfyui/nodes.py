@@ -1,4 +1,4 @@
-"""The nodes: Load, Accelerate, Generate, Stages, Compute mask."""
+"""ComfyUI nodes: Load, Accelerate, Generate, Stages, Compute mask."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .values import Loaded, as_comfy, darkened, mask_as_comfy, profile_method, r
 CATEGORY = "nextscale"
 ASPECTS = ("model's own", "1:1", "4:3", "3:2", "16:9", "2:1", "3:4", "2:3", "9:16", "1:2")
 DTYPES = ("default", "float32", "bfloat16", "float16")
-SEEDS = 2**32  # more than enough, and numbers that a browser keeps exactly
+SEEDS = 2**32  # browsers represent these numbers exactly
 
 Pipeline = io.Custom("NEXTSCALE_PIPELINE")
 Generated = io.Custom("NEXTSCALE_RESULT")
 
 
 def model_names() -> list[str]:
-    """Those whose weights are released."""
+    """Returns the models with released weights."""
     return [name for name, spec in nextscale.MODELS.items() if spec.weights is not None]
 
 
@@ -34,13 +34,13 @@ class NextScaleLoad(io.ComfyNode):
             node_id="NextScaleLoad",
             display_name="Load (nextscale)",
             category=CATEGORY,
-            description="A next-scale model by its name; missing files are fetched from the hub.",
+            description="Loads a next-scale model by name and downloads missing files.",
             inputs=[
                 io.Combo.Input("model", options=model_names(), default="nano"),
                 io.Combo.Input("dtype", options=list(DTYPES), default="default", tooltip="bfloat16 on a GPU, float32 on the CPU"),
-                io.Boolean.Input("download", default=True, tooltip="Fetch missing files; off: say what is missing"),
-                io.Boolean.Input("offload_text", default=False, tooltip="Keep a large text encoder in the host's memory"),
-                io.String.Input("folder", default="", optional=True, tooltip="One that save_pretrained wrote, instead of the model"),
+                io.Boolean.Input("download", default=True, tooltip="Download missing files; off: fail and list them"),
+                io.Boolean.Input("offload_text", default=False, tooltip="Keep the text encoder in CPU memory while it is not used"),
+                io.String.Input("folder", default="", optional=True, tooltip="Folder written by save_pretrained, instead of the model"),
             ],
             outputs=[Pipeline.Output("pipeline", display_name="pipeline")],
         )
@@ -59,13 +59,13 @@ class NextScaleAccelerate(io.ComfyNode):
             node_id="NextScaleAccelerate",
             display_name="Accelerate (nextscale)",
             category=CATEGORY,
-            description="Generates with a training-free acceleration method; several such nodes in a row combine.",
+            description="Adds a training-free acceleration method. Chain several nodes to combine methods.",
             inputs=[
                 Pipeline.Input("pipeline"),
                 io.Combo.Input("method", options=[*method_names(), "profile"], default="stagevar"),
                 io.String.Input("settings", default="", tooltip="Such as last=2 for skip, or tau=0.6 for sparsevar"),
-                io.String.Input("profile", default="", optional=True, tooltip="A tuning profile, with the method profile"),
-                io.Int.Input("point", default=0, min=0, max=1000, optional=True, tooltip="Which point of the profile"),
+                io.String.Input("profile", default="", optional=True, tooltip="File of a tuning profile, for the method 'profile'"),
+                io.Int.Input("point", default=0, min=0, max=1000, optional=True, tooltip="Index of the point in the profile"),
             ],
             outputs=[Pipeline.Output("accelerated", display_name="pipeline")],
         )
@@ -75,7 +75,7 @@ class NextScaleAccelerate(io.ComfyNode):
         settings = settings.strip()
         if method == "profile":
             if settings:
-                raise SettingError(f"settings must be empty with the method profile; got {settings!r}. A point has its own")
+                raise SettingError(f"settings must be empty with the method profile; got {settings!r}. Points have their own settings.")
             method = profile_method(pipeline.pipeline, profile, point)
         accelerated = pipeline.accelerated(f"{method}:{settings}" if settings else method)
         resolve_method(accelerated.methods)  # raises its errors here and not in Generate
@@ -89,18 +89,24 @@ class NextScaleGenerate(io.ComfyNode):
             node_id="NextScaleGenerate",
             display_name="Generate (nextscale)",
             category=CATEGORY,
-            description="Images of a prompt, with a preview after each stage.",
+            description="Generates images from a prompt, with a preview after each stage.",
             inputs=[
                 Pipeline.Input("pipeline"),
-                io.String.Input("prompt", multiline=True, default="a 3D icon of a red apple", tooltip="For class models a class number"),
-                io.String.Input("negative", multiline=True, default="", tooltip="Like the prompt, to steer away from"),
-                io.Int.Input("seed", default=0, min=0, max=SEEDS, control_after_generate=True, tooltip="Image i takes seed + i"),
+                io.String.Input(
+                    "prompt", multiline=True, default="a 3D icon of a red apple", tooltip="Prompt; for class models, a class number"
+                ),
+                io.String.Input("negative", multiline=True, default="", tooltip="Negative prompt"),
+                io.Int.Input("seed", default=0, min=0, max=SEEDS, control_after_generate=True, tooltip="Image i uses seed + i"),
                 io.Int.Input("images", default=1, min=1, max=64),
                 io.Combo.Input("aspect", options=list(ASPECTS), default=ASPECTS[0]),
-                io.String.Input("size", default="", tooltip="WIDTHxHEIGHT, a side, or a budget such as 0.25M; empty: the model's own"),
-                io.Float.Input("guidance", default=-1.0, min=-1.0, max=50.0, step=0.1, tooltip="-1: the model's own"),
+                io.String.Input(
+                    "size", default="", tooltip="WIDTHxHEIGHT, the side of a square, or a budget such as 0.25M; empty: the model's default"
+                ),
+                io.Float.Input("guidance", default=-1.0, min=-1.0, max=50.0, step=0.1, tooltip="-1: the model's default"),
                 io.Boolean.Input("preview", default=True, tooltip="Decode and show every stage"),
-                io.Boolean.Input("compute_mask", default=False, tooltip="For the node Compute mask; such requests are not captured"),
+                io.Boolean.Input(
+                    "compute_mask", default=False, tooltip="Record where the network ran, for the node Compute mask (slower on a GPU)"
+                ),
             ],
             outputs=[
                 io.Image.Output("image", display_name="image"),
@@ -155,7 +161,7 @@ class NextScaleStages(io.ComfyNode):
             node_id="NextScaleStages",
             display_name="Stages (nextscale)",
             category=CATEGORY,
-            description="What there was after each stage, as one batch.",
+            description="Decodes the image after every stage, as one batch.",
             inputs=[Generated.Input("result")],
             outputs=[io.Image.Output("stages", display_name="stages")],
         )
@@ -172,7 +178,7 @@ class NextScaleComputeMask(io.ComfyNode):
             node_id="NextScaleComputeMask",
             display_name="Compute mask (nextscale)",
             category=CATEGORY,
-            description="The share of the network that ran for every part of the image; the picture is dark where less was computed.",
+            description="Shows the share of the network that ran in every part of the image. The picture is dark where less ran.",
             inputs=[Generated.Input("result"), io.Int.Input("stage", default=-1, min=-32, max=31, tooltip="-1 is the last")],
             outputs=[io.Mask.Output("mask", display_name="mask"), io.Image.Output("picture", display_name="picture")],
         )

@@ -1,4 +1,4 @@
-"""Joins the jobs of many callers into batches: serves a pipeline to a team, with or without HTTP."""
+"""Joins the jobs of many callers into batches, with or without HTTP."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Batcher:
     """Joins jobs into batches and generates them. An image is the same alone and in any batch, up to the rounding of the device.
 
     Args:
-        devices: for every device its pipelines by model name; each device gets a worker.
+        devices: one mapping of model names to pipelines per device; each device gets a worker thread.
         max_batch: images per batch.
-        batch_delay: seconds that the first image of a batch waits for others on a free device.
-        max_queue: images that may wait. Further jobs raise Overloaded with a retry time.
+        batch_delay: maximum seconds that a free device waits for a batch to fill up.
+        max_queue: maximum number of queued images. Further jobs raise Overloaded with a retry time.
         on_batch: called on the worker's thread after every batch; must return at once.
-        same_images: makes images equal bit for bit alone and in any batch, also on GPUs, where products of another shape round differently.
-            Every batch is filled up to `max_batch` with copies of its last image, which are dropped; texts are encoded one by one; requests
-            are captured when they first come. An image alone takes as long as a full batch. After memory has run out, batches are filled up
-            to the lowered limit, and images may differ from before. Where shapes depend on images or texts (thresholds; on a GPU texts
-            of more than 128 tokens, and eager runs), rounding still depends on the batch.
+        same_images: makes images bit-identical alone and in any batch. On GPUs, matrix products round differently for other batch sizes, so
+            every batch is padded to `max_batch` with copies of its last image, texts are encoded one by one, and requests are captured
+            at once. A single image takes as long as a full batch. After an out-of-memory error, batches are padded to the lowered limit
+            and images may differ. Rounding still depends on the batch if shapes depend on images or texts: with thresholds, and on a GPU
+            in eager runs and for texts of more than 128 tokens.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Batcher:
         self._models = frozenset(model for pipelines in devices for model in pipelines)
         self._throughput = Throughput(len(devices))
         self._queue = JobQueue(max_batch, batch_delay, max_queue, self._throughput)
-        self._handles: set[Handle] = set()  # of jobs that are not over
+        self._handles: set[Handle] = set()  # of unfinished jobs
         self._workers = [
             Worker(f"nextscale-worker-{number}", pipelines, self._queue, self._throughput, on_batch, same_images)
             for number, pipelines in enumerate(devices)
@@ -76,7 +76,7 @@ class Batcher:
         self._queue.wake()
 
     def drain(self, seconds: float | None = None) -> bool:
-        """Refuses new jobs and finishes accepted ones. Returns False if that took longer than `seconds`."""
+        """Refuses new jobs and finishes accepted ones. Returns False after `seconds`."""
         self._queue.shut()
         return self._queue.wait_empty(seconds)
 
@@ -84,7 +84,7 @@ class Batcher:
         """Fails unfinished jobs with ShuttingDown. Returns True if all workers have ended."""
         self._queue.close()
         for handle in list(self._handles):
-            handle.fail(ShuttingDown("the server shut down before these images were ready: send the request again"))
+            handle.fail(ShuttingDown("the server shut down before these images were ready. Send the request again."))
         ends = time.monotonic() + JOIN_SECONDS
         for worker in self._workers:
             worker.join(max(ends - time.monotonic(), 0))
@@ -113,5 +113,5 @@ class Batcher:
 
     @property
     def broken(self) -> bool:
-        """True if a device has failed for good, so that only a new process helps."""
+        """True if a device has failed for good, so that the process must be restarted."""
         return any(worker.broken for worker in self._workers)

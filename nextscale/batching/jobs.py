@@ -20,12 +20,12 @@ Prompt = str | int  # text, or a class number
 
 @dataclass(frozen=True, eq=False)
 class GeneratedImage:
-    """One image of a job, with the report of its batch."""
+    """Finished image of a job, with the report of its batch."""
 
     image: Image.Image
     seed: int
     report: Report
-    batch: int  # images that were generated together
+    batch: int  # number of images generated together
     prompt_tokens: int
     queue_seconds: float
     masks: tuple[Tensor, ...] | None = None  # per stage [h, w], where the job asked for compute masks
@@ -33,7 +33,7 @@ class GeneratedImage:
 
 @dataclass(frozen=True, eq=False)
 class Partial:
-    """An image of a job, decoded after a stage."""
+    """Image of a job, decoded after a stage."""
 
     position: int  # of the image in its job
     stage: int
@@ -72,7 +72,7 @@ class Job:
 
 
 class Handle:
-    """A submitted job: `result` waits for its images, `cancel` gives them up."""
+    """Submitted job, whose images can be waited for or canceled."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -86,11 +86,11 @@ class Handle:
 
     def cancel(self) -> None:
         """Stops work on the job before its next stage; does nothing after the end."""
-        self.fail(JobCancelled("the job was cancelled"))
+        self.fail(JobCancelled("the job was canceled"))
 
     @property
     def over(self) -> bool:
-        """True if the job has finished, failed, been cancelled or expired."""
+        """True if the job has finished, failed, expired or been canceled."""
         return self.future.done()
 
     def fail(self, error: Exception) -> None:
@@ -99,7 +99,7 @@ class Handle:
 
     def expire(self, now: float) -> None:
         if self.job.deadline is not None and now >= self.job.deadline and not self.over:
-            self.fail(DeadlinePassed("the images were not ready before the deadline: try again later, or ask for less"))
+            self.fail(DeadlinePassed("the images were not ready before the deadline. Try again later, or request fewer or smaller images."))
 
     def deliver(self, position: int, image: GeneratedImage) -> None:
         """Adds an image; the last one ends the job."""
@@ -123,7 +123,7 @@ class Handle:
 
 @dataclass(eq=False)
 class Task:
-    """One image of a job in a batch."""
+    """One image of a job, as a unit of work."""
 
     handle: Handle
     position: int

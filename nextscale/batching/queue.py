@@ -1,4 +1,4 @@
-"""The bounded queue of images, joined into batches by key, oldest first."""
+"""Bounded queue of images, which joins them into batches by key, oldest first."""
 
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -8,10 +8,10 @@ from ..errors import Overloaded, ShuttingDown
 from .jobs import Task
 
 PROBATION = 32  # batches after which a size that ran out of memory may be tried again
-REMEMBERED = 1024  # keys for which that is known
-MAX_WAIT = 1.0  # seconds between two checks of deadlines
+MAX_KEYS = 1024  # with a lowered limit
+MAX_WAIT = 1.0  # seconds between checks of deadlines
 DECAY = 0.8  # weight of earlier batches in the measured rate, per batch
-UNKNOWN_SECONDS = 1.0  # retry time before anything was measured
+UNKNOWN_SECONDS = 1.0  # retry time before the first batch
 MIN_SECONDS = 0.05
 
 
@@ -40,7 +40,7 @@ class Throughput:
 
 
 class JobQueue:
-    """Images that wait or run.
+    """Queued and running images.
 
     A batch is ready when it is full or its oldest image has waited for `delay`. The ready batch with the oldest image runs first, so that
     no key starves.
@@ -52,23 +52,23 @@ class JobQueue:
         self._max_batch, self._delay, self._max_queue, self._throughput, self._clock = max_batch, delay, max_queue, throughput, clock
         self._tasks: dict[Hashable, list[Task]] = {}
         self._running = 0
-        self._limits: dict[Hashable, list[int]] = {}  # where a full batch ran out of memory: images, batches since then
-        self._changed = Condition()  # with a lock that its holder may take again
+        self._limits: dict[Hashable, list[int]] = {}  # of keys that ran out of memory: images, batches since then
+        self._changed = Condition()  # its lock is reentrant
         self._open = self._alive = True
 
     # --- callers
 
     def put(self, tasks: Sequence[Task]) -> None:
-        """Raises Overloaded if there is no room for all tasks, ShuttingDown after `shut`. An empty queue takes any job."""
+        """Adds tasks. Raises Overloaded if they do not all fit, ShuttingDown after `shut`. An empty queue accepts any job."""
         with self._changed:
             if not self._open:
-                raise ShuttingDown("this server is shutting down and takes no more jobs")
+                raise ShuttingDown("this server is shutting down. Send the request to another one.")
             self.expire()
             waiting = self._count()
             if waiting and waiting + len(tasks) > self._max_queue:
                 excess = waiting + len(tasks) - self._max_queue
                 after = self._throughput.seconds_for(excess)
-                raise Overloaded(f"the queue holds {waiting} of {self._max_queue} images: try again in {after:.1f} s", after)
+                raise Overloaded(f"the queue holds {waiting} of {self._max_queue} images. Try again in {after:.1f} s.", after)
             self._tasks.setdefault(tasks[0].job.key, []).extend(tasks)
             self._changed.notify_all()
 
@@ -91,7 +91,7 @@ class JobQueue:
             self._changed.notify_all()
 
     def wait_empty(self, seconds: float | None) -> bool:
-        """Returns True when nothing waits or runs, False after so many seconds."""
+        """Waits until all jobs have ended. Returns False after `seconds`."""
         with self._changed:
             return self._changed.wait_for(self._idle, seconds)
 
@@ -155,7 +155,7 @@ class JobQueue:
         with self._changed:
             self._limits.pop(key, None)
             self._limits[key] = [max(images, 1), 0]
-            if len(self._limits) > REMEMBERED:
+            if len(self._limits) > MAX_KEYS:
                 del self._limits[next(iter(self._limits))]
 
     # --- with the lock held

@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import MissingExtra, NextscaleError, SettingError
 
 LOCAL = "local"
-CPUS = 0.5  # per worker: GPUs of a machine with few cores may have more workers than it has cores
+CPUS = 0.5  # per worker, since a machine may have more GPU workers than cores
 CONNECT_SECONDS = 10
 
 
@@ -23,8 +23,8 @@ class RaySettings:
     """Address and workers of a Ray run.
 
     address: "local" starts a cluster on this machine; "auto" or the address that `ray start` prints joins one.
-    workers: number of actors; None: as many as the GPUs have room for, or one without GPUs.
-    gpus: GPUs per worker, where there are any; 0.25 puts four small models on a GPU.
+    workers: number of actors; None: as many as fit on the GPUs, or one without GPUs.
+    gpus: GPUs per worker on clusters with GPUs; 0.25 puts four small models on a GPU.
     """
 
     address: str = LOCAL
@@ -33,7 +33,7 @@ class RaySettings:
 
     def __post_init__(self) -> None:
         if not 0 < self.gpus < math.inf or (self.gpus > 1 and self.gpus != int(self.gpus)):
-            raise SettingError(f"gpus must be a share of one GPU, such as 0.25, or a whole number; got {self.gpus}")
+            raise SettingError(f"gpus must be a share of one GPU, such as 0.25, or a whole number; got {self.gpus}.")
 
     def share(self, ray: Any) -> float:
         """Returns the GPUs per worker; 0 on a cluster without GPUs."""
@@ -57,21 +57,19 @@ def import_ray() -> Any:
 
 @contextmanager
 def connected(settings: RaySettings) -> Iterator[Any]:
-    """Yields the connected module `ray`. Ends a cluster that it has started."""
+    """Yields the connected module `ray`. Shuts down a cluster that it has started."""
     ray = import_ray()
     if ray.is_initialized():
         yield ray
         return
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        if match := re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", settings.address):  # Ray would try for minutes where nothing listens
+        if match := re.fullmatch(r"(?:ray://)?([^:/]+):(\d+)", settings.address):  # Ray itself would retry a wrong address for minutes
             socket.create_connection((match[1], int(match[2])), timeout=CONNECT_SECONDS).close()
         dashboard = False if settings.address == LOCAL else None
         ray.init(address=settings.address, include_dashboard=dashboard, log_to_driver=False, logging_level=logging.WARNING)
     except (OSError, ValueError, RuntimeError) as error:
-        message = (
-            f"no Ray cluster at {settings.address!r} ({str(error).splitlines()[0]}): start one with `ray start --head`, or use {LOCAL}"
-        )
+        message = f"no Ray cluster at {settings.address!r} ({str(error).splitlines()[0]}). Run `ray start --head`, or use {LOCAL}."
         raise NextscaleError(message) from error
     finally:
         if current_thread() is main_thread() and handler is not None:  # Ray's own handler prints stacks and aborts

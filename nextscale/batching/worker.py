@@ -1,4 +1,4 @@
-"""Runs batches on one device in a thread. A batch that fails or does not fit is halved until only the faulty image is left."""
+"""Runs batches on one device in a thread. A batch that fails or runs out of memory is halved until only the failing image is left."""
 
 import logging
 import time
@@ -45,7 +45,7 @@ class BatchRecord:
 
 
 class Abandoned(Exception):
-    """Leaves the pipeline from inside `on_stage` when all jobs of the batch are over."""
+    """Raised inside `on_stage` to leave the pipeline once all jobs of the batch have ended."""
 
 
 class Worker(Thread):
@@ -61,13 +61,13 @@ class Worker(Thread):
         super().__init__(name=name, daemon=True)
         self._pipelines, self._queue, self._throughput, self._on_batch = pipelines, queue, throughput, on_batch
         self._same_images = same_images
-        self.broken = False  # after an unrecoverable CUDA error, which only a new process clears
+        self.broken = False  # True after an unrecoverable CUDA error: the process must be restarted
 
     def run(self) -> None:
         while (tasks := self._queue.take(self._pipelines)) is not None:
             try:
                 self._generate(tasks)
-            except Exception as error:  # a bug here: callers must not wait for ever, and the worker goes on
+            except Exception as error:  # a bug here: callers get an answer, and the worker continues
                 log.error("the worker failed", exc_info=error)
                 for task in tasks:
                     task.handle.fail(without_frames(error))
@@ -87,7 +87,7 @@ class Worker(Thread):
             error = self._attempt(tasks, images)
             if error is None:
                 return
-            # Outside of the `except` block, so that what the failed attempt allocated is free.
+            # Outside of the `except` block, so that the memory of the failed attempt is free.
             ran_out = isinstance(error, OutOfMemory)
             part = (images if ran_out else len(tasks)) // 2
             if ran_out and torch.cuda.is_available():
@@ -101,7 +101,7 @@ class Worker(Thread):
         self._generate(tasks[part:])
 
     def _attempt(self, tasks: Sequence[Task], images: int) -> Exception | None:
-        """Returns the error of the batch, or None. Runs `images` images; those beyond the tasks are dropped."""
+        """Returns the error of the batch, or None. Runs `images` images; extra ones pad the batch."""
         job, begun, run = tasks[0].job, time.monotonic(), [*tasks, *[tasks[-1]] * (images - len(tasks))]
         waited = tuple(begun - task.queued for task in tasks)
         results: list[GeneratedImage] = []
@@ -117,7 +117,7 @@ class Worker(Thread):
                 seed=[task.seed for task in run],
                 negative=None if job.negative is None else read([task.job.negative for task in run]),
                 on_stage=StageWatcher(tasks, self._queue),
-                # graphs from the first request on: the shapes of eager requests depend on their texts
+                # captures at once, since the shapes of eager requests depend on their texts
                 **(dict(job.settings) | ({"warmup": True} if self._same_images else {})),
             )
             without = without_fillers(output.report, len(tasks), images)
@@ -149,7 +149,7 @@ class Worker(Thread):
 
 
 class StageWatcher:
-    """Stops a batch whose jobs are all over, and sends partial images, after every stage."""
+    """Callback of the stages: stops a batch whose jobs have all ended, and sends partial images."""
 
     def __init__(self, tasks: Sequence[Task], queue: JobQueue) -> None:
         self._tasks, self._queue = tasks, queue
@@ -189,7 +189,7 @@ def generated(output: Any, report: Report, tasks: Sequence[Task], lengths: Seque
 
 
 def prompt_tokens(reader: PromptReader, prompts: Any) -> list[int]:
-    """Returns the tokens of each prompt; a class counts as one. Large encoders cache what they have just read."""
+    """Returns the tokens of each prompt; a class counts as one. Large encoders cache the last prompts, so reading again is cheap."""
     if isinstance(prompts, TextFeatures):
         return list(prompts.lengths) if prompts.mask is None else prompts.mask.sum(dim=1).tolist()
     different = list(dict.fromkeys(prompts))
@@ -202,21 +202,21 @@ def prompt_tokens(reader: PromptReader, prompts: Any) -> list[int]:
 
 def without_frames(error: Exception) -> Exception:
     """Returns the error without its traceback and causes, which keep the tensors of the failed attempt alive."""
-    if isinstance(error, torch.OutOfMemoryError):  # outside of the pipeline, which explains its own
-        return OutOfMemory("memory ran out while images were shown: ask for fewer images, a smaller size or no partial images")
+    if isinstance(error, torch.OutOfMemoryError):  # raised outside of the pipeline, which converts its own
+        return OutOfMemory("memory ran out while partial images were decoded. Request fewer images, a smaller size or no partial images.")
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)
 
 
 def read_alone(reader: PromptReader, prompts: Sequence[Prompt | None]) -> Any:
-    """Returns prompts for a pipeline, each text encoded alone: features round differently in another batch."""
+    """Returns prompts for a pipeline with each text encoded on its own, since features round differently in other batches."""
     read = {prompt: reader.read([prompt]) for prompt in dict.fromkeys(prompts)}
     features = [one for prompt in prompts if isinstance(one := read[prompt], TextFeatures)]
     return TextFeatures.joined(features) if features else list(prompts)  # classes need no encoder
 
 
 def without_fillers(report: Report, images: int, ran: int) -> Report:
-    """Returns the report of the first `images` of `ran` images; times and memory stay those of the whole batch."""
+    """Returns the report of the first `images` of `ran` images; times and memory remain the values of the whole batch."""
     if images == ran:
         return report
     stages = tuple(replace(stage, rows=stage.rows * images // ran) for stage in report.stages)

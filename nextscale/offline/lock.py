@@ -1,4 +1,4 @@
-"""Locks the folder of a shard's temporary files."""
+"""Lock on the folder of a shard's temporary files."""
 
 import os
 import re
@@ -16,31 +16,31 @@ from .shard import Shard
 
 WORK = ".sample"  # inside the folder of images
 SHARD_NAME = re.compile(r"\d+-of-\d+")
-LOCK_SECONDS = 0.2  # a run that is just ending removes its lock
-TRIES = 100  # to make a folder that runs which are just ending remove
+LOCK_SECONDS = 0.2  # until an ending run has removed its lock
+TRIES = 100  # to create a folder that ending runs remove
 
 
 class FolderInUse(NextscaleError):
-    """Another process writes the same images."""
+    """Error if another process writes the same images."""
 
 
 @contextmanager
 def working_folder(out: Path, shard: Shard) -> Iterator[Path]:
     """Yields a folder that only this process uses, and removes it at the end.
 
-    The system releases the lock of a process that dies; the next run of the shard removes its files. In a read-only `out`, whose images can
-    still be verified, nothing is made and nothing is locked.
+    The system releases the lock of a process that dies; the next run of the shard removes its files. A read-only `out` is neither locked
+    nor changed, so that its images can still be verified.
     """
     folder = out / WORK / shard.name
     if is_read_only(out):
         yield folder
         return
     try:
-        with _locked(folder, f"shard {shard.index}/{shard.count} of {out}", "wait, or start other shards with --shard"):
-            for name in sorted({path.name.removesuffix(".lock") for path in folder.parent.iterdir()}):  # removes those of dead runs
+        with _locked(folder, f"shard {shard.index}/{shard.count} of {out}", "Wait, or start other shards with --shard."):
+            for name in sorted({path.name.removesuffix(".lock") for path in folder.parent.iterdir()}):  # removes folders of dead runs
                 other = folder.with_name(name)
                 if SHARD_NAME.fullmatch(name) and not name.endswith(f"-of-{shard.count}") and not other.is_symlink():
-                    with _locked(other, f"{out}, in another number of shards ({name}),", "wait, or use the same number of shards"):
+                    with _locked(other, f"{out}, in another number of shards ({name}),", "Wait, or use the same number of shards."):
                         pass
             yield folder
     finally:
@@ -57,7 +57,9 @@ def _locked(folder: Path, name: str, remedy: str) -> Iterator[None]:
     """Locks and empties a folder, and removes it with its lock at the end."""
     file, owner = folder.with_name(f"{folder.name}.lock"), folder / "owner"
     if links := [path for path in (folder.parent, folder, file) if path.is_symlink()]:
-        raise NextscaleError(f"{links[0]} is a symbolic link, and files are removed there: remove the link, or choose another folder")
+        raise NextscaleError(
+            f"{links[0]} is a symbolic link in a folder whose files are removed. Remove the link, or choose another folder."
+        )
     lock = FileLock(file)
     for left in reversed(range(TRIES)):
         try:
@@ -69,10 +71,10 @@ def _locked(folder: Path, name: str, remedy: str) -> Iterator[None]:
             break
         except Timeout as error:
             by = f" by {owner.read_text(encoding='utf-8')}" if owner.is_file() else ""
-            raise FolderInUse(f"{name} is being written{by}: {remedy}") from error
+            raise FolderInUse(f"{name} is being written{by}. {remedy}") from error
         except (OSError, NotImplementedError) as error:
             if not left or not isinstance(error, FileNotFoundError | FileExistsError):
-                raise NextscaleError(f"{folder} cannot be locked ({error}): choose a folder on a file system with locks") from error
+                raise NextscaleError(f"{folder} cannot be locked ({error}). Choose a folder on a file system with locks.") from error
     try:
         with write_errors(folder):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The manifest of a folder of images: one JSON line per image."""
+"""Manifest of a folder of images, with one JSON line per image."""
 
 import hashlib
 import json
@@ -16,17 +16,17 @@ PATTERN = "manifest*.jsonl"
 
 @dataclass(frozen=True)
 class Entry:
-    """One image: its request, its settings and its file."""
+    """Manifest line of one image: its request, settings and file."""
 
     file: str
     id: str
     prompt: str | int
     seed: int
     size: tuple[int, int]  # height and width in pixels
-    settings: dict[str, Any]  # that the image depends on, besides the above
+    settings: dict[str, Any]  # all others that the image depends on
     sha256: str  # of the file
-    versions: dict[str, Any]  # of programs and machine; others change an image by rounding only
-    original: str | None = None  # of which the prompt was rewritten
+    versions: dict[str, Any]  # of programs and machine, which change an image by rounding only
+    original: str | None = None  # the prompt before it was rewritten
 
     @property
     def line(self) -> str:
@@ -54,11 +54,11 @@ def manifest_files(folder: Path) -> list[Path]:
 
 
 def read_manifest(file: Path) -> list[Entry]:
-    """Reads the entries. Ignores a last line that a killed process left unfinished; any other line that is no entry is an error."""
+    """Reads the entries. Ignores an unfinished last line of a killed process; any other invalid line is an error."""
     try:
         lines = regular(file).read_bytes().split(b"\n")[:-1]
     except OSError as error:
-        raise NextscaleError(f"the manifest {file} cannot be read ({error}): check its permissions, or choose another folder") from error
+        raise NextscaleError(f"the manifest {file} cannot be read ({error}). Check its permissions, or choose another folder.") from error
     entries = []
     for line in lines:
         try:
@@ -66,15 +66,15 @@ def read_manifest(file: Path) -> list[Entry]:
         except ValueError as error:
             number = len(entries) + 1
             raise NextscaleError(
-                f"{file}, line {number} is no line of a manifest ({error}): move it away, or choose another folder"
+                f"{file}, line {number} is not a line of a manifest ({error}). Move the file away, or choose another folder."
             ) from error
     return entries
 
 
 def read_folder(folder: Path) -> dict[str, Entry]:
-    """Reads all manifests of a folder: entries by file name; of two for one image the one that its file matches."""
+    """Reads all manifests of a folder into entries by file name. Of two entries for one file, the one that matches its content is used."""
     if not (files := manifest_files(folder)):
-        raise NextscaleError(f"{folder} holds no {PATTERN}: give a folder that `nextscale sample` wrote")
+        raise NextscaleError(f"{folder} has no {PATTERN}. Give a folder that `nextscale sample` wrote.")
     found: dict[str, Entry] = {}
     for entry in (entry for file in files for entry in read_manifest(file)):
         known = found.get(entry.file)

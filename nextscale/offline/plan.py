@@ -1,4 +1,4 @@
-"""Plans the batches of a run, which depend neither on existing images nor on the number of shards."""
+"""Plan of the batches of a run, which depends neither on existing images nor on the number of shards."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from ..stage import Schedule
 from ..validation import require
 from .prompts import SamplePrompt
 
-MAX_IMAGES = 10_000_000  # whose plan takes about 6 GB
+MAX_IMAGES = 10_000_000  # the plan takes about 6 GB of memory
 
 
 @dataclass(frozen=True)
 class Picture:
-    """One image of the run."""
+    """Planned image of a run."""
 
     id: str
     prompt: str | int  # as the pipeline takes it
@@ -31,12 +31,12 @@ class Picture:
 
 @dataclass(frozen=True)
 class Batch:
-    """Pictures of one size that are generated together. On most devices rounding depends on the shape of the whole batch: in the same batch
-    an image has the same bits whenever it is generated."""
+    """Pictures of one size that are generated together. Rounding depends on the batch size on most devices, so a picture is always
+    generated in the same batch."""
 
     number: int
     pictures: tuple[Picture, ...]
-    images: int  # of the request: an incomplete batch is filled with copies of its last picture
+    images: int  # of the request; an incomplete batch is padded with copies of its last picture
 
     @property
     def schedule(self) -> Schedule:
@@ -73,7 +73,7 @@ def plan_batches(
             require(is_seed(value), f"the seed of prompt {prompt.id!r}", "an int in [0, 2**63)", value, PromptError)
             picture = Picture(prompt.id, words, value, size, f"{prompt.id}_{value}{suffix}", prompt.original)
             if (other := files.setdefault(picture.file.lower(), picture)) is not picture:  # such as "a" with seed 1 and "a_1"
-                raise PromptError(f"the prompts {other.id!r} and {prompt.id!r} would both write {picture.file}: give them other ids")
+                raise PromptError(f"the prompts {other.id!r} and {prompt.id!r} would both write {picture.file}. Give them other ids.")
             by_size.setdefault(size, []).append(picture)
     batches: list[Batch] = []
     for pictures in by_size.values():

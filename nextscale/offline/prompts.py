@@ -15,7 +15,7 @@ from ..validation import is_int, require
 
 CAPTIONS = "captions.jsonl"  # of a shard
 MAX_MEMBER = 2**26  # bytes
-TEXT_FIELDS = ("prompt", "caption", "text")  # the first one that a line has counts
+TEXT_FIELDS = ("prompt", "caption", "text")  # the first that a line has is used
 PROMPT_FIELDS = (*TEXT_FIELDS, "class")
 SAFE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,119}")
 
@@ -26,14 +26,14 @@ Line = tuple[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class SamplePrompt:
-    """A prompt, or a class number as text; seed, size and aspect are None where the run decides. The id names its files."""
+    """Prompt, or class number as text. None for seed, size or aspect means the setting of the run. The id names its files."""
 
     id: str
     text: str
     seed: int | None = None  # of its first image
     size: str | None = None
     aspect: str | None = None
-    original: str | None = None  # of which the text was rewritten
+    original: str | None = None  # the text before it was rewritten
 
 
 def read_sample_prompts(file: Path, limit: int | None = None) -> list[SamplePrompt]:
@@ -43,19 +43,19 @@ def read_sample_prompts(file: Path, limit: int | None = None) -> list[SampleProm
         lines = read_lines(_text(file), file.name)
         prompts = [_sample_prompt(line, numbered(place, len(lines))) for place, line in enumerate(lines)]
         if not prompts:
-            raise PromptError(f"{file} holds no prompt: write one JSON object per line, such as " + '{"id": "fox", "prompt": "a red fox"}')
+            raise PromptError(f"{file} has no prompt. Write one JSON object per line, such as " + '{"id": "fox", "prompt": "a red fox"}')
     else:
         texts = read_prompts(file)
         prompts = [SamplePrompt(numbered(number, len(texts)), text) for number, text in enumerate(texts)]
     if twice := [name for name, times in Counter(prompt.id for prompt in prompts).items() if times > 1]:
-        raise PromptError(f"{file}: the id {twice[0]!r} stands for several prompts; ids name files: give each prompt its own")
+        raise PromptError(f"{file}: the id {twice[0]!r} is used for several prompts, and ids name files. Give each prompt its own id.")
     return evenly_spread(prompts, limit)
 
 
 def read_prompts(file: Path, limit: int | None = None) -> list[str]:
     """Reads a text file (one prompt per line, # starts a comment), or the TEXT_FIELDS of a .jsonl file or of a .tar shard.
 
-    limit: take so many, evenly spread over the file.
+    limit: maximum number of prompts, evenly spread over the file.
     """
     if file.suffix in (".tar", ".jsonl"):
         prompts = [caption_of(line) for line in (read_shard(file)[0] if file.suffix == ".tar" else read_lines(_text(file), file.name))]
@@ -63,7 +63,7 @@ def read_prompts(file: Path, limit: int | None = None) -> list[str]:
         stripped = (line.strip() for line in _text(file).splitlines())
         prompts = [line for line in stripped if line and not line.startswith("#")]
     if not prompts:
-        raise PromptError(f"{file} holds no prompt: write one per line, or give a .jsonl file or a .tar shard with captions")
+        raise PromptError(f"{file} has no prompt. Write one per line, or give a .jsonl file or a .tar shard with captions.")
     return evenly_spread(prompts, limit)
 
 
@@ -83,9 +83,11 @@ def read_lines(text: str, source: str) -> list[Line]:
             try:
                 lines.append((f"{source}, line {number}", json.loads(line)))
             except (ValueError, RecursionError) as error:
-                raise PromptError(f"{source}, line {number} is no JSON ({error}): write one object with a prompt per line") from error
+                raise PromptError(
+                    f"{source}, line {number} is not valid JSON ({error}). Write one object with a prompt per line."
+                ) from error
             if not isinstance(lines[-1][1], dict):
-                raise PromptError(f"{source}, line {number}: expected an object with a prompt; got {line[:80]!r}")
+                raise PromptError(f"{source}, line {number} must be an object with a prompt; got {line[:80]!r}.")
     return lines
 
 
@@ -95,11 +97,11 @@ def read_shard(shard: Path) -> tuple[list[Line], list[bytes]]:
         with tarfile.open(regular(shard), "r:") as tar:
             members = {member.name.removeprefix("./"): member for member in tar if member.isfile()}
             if CAPTIONS not in members:
-                raise PromptError(f"{shard} holds no {CAPTIONS}: expected a tar file with that and the images it names")
+                raise PromptError(f"{shard} has no {CAPTIONS}. Give a tar file with that file and the images that it names.")
             lines = read_lines(_content(tar, members[CAPTIONS]).decode(), f"{CAPTIONS} of {shard}")
             files = [word_of(line, "file") or "" for line in lines]
             if absent := [file for file in files if file not in members]:
-                raise PromptError(f"{shard} lacks {len(absent)} images that its {CAPTIONS} names, such as {absent[0]!r}")
+                raise PromptError(f"{shard} lacks {len(absent)} images that its {CAPTIONS} names, such as {absent[0]!r}.")
             images = {name: _content(tar, members[name]) for name in {*files}}
             return lines, [images[file] for file in files]
     except UnicodeDecodeError as error:
@@ -127,7 +129,7 @@ def word_of(line: Line, name: str) -> str | None:
 
 
 def numbered(number: int, count: int) -> str:
-    """Returns numbers of equal length, so that names sort as the prompts do."""
+    """Returns the number with leading zeros, so that names sort as the prompts do."""
     return f"{number:0{max(5, len(str(count - 1)))}d}"
 
 
@@ -140,14 +142,14 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"prompts {path} cannot be read ({error}): give a text file, a .jsonl file or a .tar shard") from error
+        raise PromptError(f"prompts {path} cannot be read ({error}). Give a text file, a .jsonl file or a .tar shard.") from error
 
 
 def _content(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    if member.issparse() or member.size > MAX_MEMBER:  # a sparse member may be any number of times as large as its shard
+    if member.issparse() or member.size > MAX_MEMBER:  # a sparse member may be far larger than its shard
         raise PromptError(
             f"{member.name!r} of {tar.name!r} must be a file of at most {MAX_MEMBER} bytes, not sparse; got {member.size} bytes. "
-            "Write the shard again"
+            "Write the shard again."
         )
     file = tar.extractfile(member)
     assert file is not None  # only regular files are read

@@ -1,7 +1,7 @@
-"""Generates a run on a Ray cluster: actors generate and encode, and this process alone writes files and manifest.
+"""Generates a run on a Ray cluster: actors generate and encode, and only this process writes files and the manifest.
 
-Ray restarts actors that die and repeats their calls. A run whose driver dies goes on from its files, as any other run. Machines need not
-share a file system.
+Ray restarts actors that die and repeats their calls. A run whose driver dies resumes from its files, as any other run does. The machines
+do not need a shared file system.
 """
 
 import re
@@ -21,13 +21,13 @@ from .plan import Batch
 from .sampler import Done, Generator, LongestPrompts, OnImages, longest_prompts, missing
 from .store import WRITERS, Encoded, Store
 
-CALLS = 2  # queued at an actor, so that it generates while the images of the call before are written
+CALLS = 2  # queued per actor, which generates while the previous images are written
 RETRIES = 3  # of a call whose actor dies; then the run ends
 
 
 @dataclass(frozen=True)
 class Job:
-    """The part of a run that all its batches share."""
+    """Shared part of all batches of a run."""
 
     load: Callable[[], Pipeline]
     settings: Mapping[str, Any]
@@ -36,10 +36,10 @@ class Job:
 
 
 class Worker:
-    """An actor with one pipeline.
+    """Ray actor with one pipeline.
 
-    Its calls take the job from the object store: Ray keeps the arguments of calls for retries but may lose those of constructors, and an
-    actor that lost them cannot be restarted.
+    Its calls take the job from the object store, since Ray keeps arguments of calls for retries but may lose arguments of constructors.
+    An actor without its arguments cannot be restarted.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Worker:
         self._encoders = ThreadPoolExecutor(WRITERS, thread_name_prefix="encode")
 
     def images(self, job: Job, batch: Batch | None) -> tuple[str, list[Encoded]]:
-        """Returns the name of the device and the images of the batch's pictures. Only loads the pipeline if there is no batch."""
+        """Returns the name of the device and the images of the batch's pictures. Without a batch, only loads the pipeline."""
         if self._generator is None:
             pipeline = job.load()
             self._device = hardware_name(pipeline.model.device)
@@ -69,7 +69,7 @@ def sample_on_ray(
     ray_settings: RaySettings,
     on_images: OnImages = lambda _: None,
 ) -> Done:
-    """Generates the missing images on the actors of a cluster, which are sent `load` and `settings`: weights have the same paths there."""
+    """Generates the missing images on a cluster, whose actors call `load`: weights need the same paths on all machines."""
     there, mine, todo = missing(batches, store, on_images)
     if not todo:
         return Done(0, len(there), 0.0, 0)
@@ -82,15 +82,15 @@ def sample_on_ray(
                     store.record(store.write(picture, image, device=device))
                     written += 1
                     on_images(1)
-            if not started:  # all models that work by now are loaded
+            if not started:  # the first batch: its model is loaded
                 started, untimed = time.perf_counter(), written
-        seconds = time.perf_counter() - started  # without the end of a cluster that was started here
+        seconds = time.perf_counter() - started  # without the shutdown of a local cluster
     store.arrange(mine)
     return Done(written, len(there), seconds, written - untimed)
 
 
 def arriving(ray: Any, settings: RaySettings, job: Job, todo: Sequence[Batch]) -> Iterator[tuple[Batch, tuple[str, list[Encoded]]]]:
-    """Yields batches with their images, in any order. Gives batches to running actors only: others may wait for machines."""
+    """Yields batches with their images, in any order. Only running actors get batches, since others may still wait for machines."""
     actor = ray.remote(num_cpus=CPUS, num_gpus=settings.share(ray), max_restarts=-1, max_task_retries=RETRIES)(Worker)
     kept, waiting, left = ray.put(job), deque(todo), len(todo)
     workers = [actor.remote() for _ in range(min(settings.count(ray), left))]
@@ -106,7 +106,7 @@ def arriving(ray: Any, settings: RaySettings, job: Job, todo: Sequence[Batch]) -
         except ray.exceptions.RayError as error:
             lines = re.findall(r"^[\w.]*?(\w+: .+)$", str(error), re.MULTILINE)  # Ray shows the whole stack; the last error is the cause
             cause = (lines[-1] if lines else str(error).partition("\n")[0]).rstrip(".")
-            raise NextscaleError(f"a Ray actor failed: {cause}. What is written is kept: start it again to go on") from error
+            raise NextscaleError(f"a Ray actor failed: {cause}. Written images are kept. Start the run again to continue.") from error
         if batch is not None:
             left -= 1
             yield batch, made

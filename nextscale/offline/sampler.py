@@ -1,4 +1,4 @@
-"""Generates the batches of a plan, and writes each while the next one is generated."""
+"""Generates the batches of a plan, and writes each one while the next is generated."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .manifest import Entry
 from .plan import Batch, Picture
 from .store import WRITERS, Encoded, Store
 
-BATCHES_WAITING = 3  # to be written; then the generator waits, so that memory does not grow on a slow disk
-LONGEST_TRIED = 8  # longest prompts by letters, of which the one with most tokens is used
+BATCHES_WAITING = 3  # to be written before the generator waits, which limits memory on slow disks
+LONGEST_TRIED = 8  # prompts with most letters; the one with most tokens is used
 
 OnImages = Callable[[int], None]
 """Called with the number of images written since the last call."""
@@ -42,8 +42,8 @@ class Done:
 
     written: int
     there: int
-    seconds: float  # of all batches but the first, with their files
-    timed: int  # images of that time
+    seconds: float  # of all batches but the first, including their files
+    timed: int  # images of these batches
 
     @property
     def images_per_second(self) -> float | None:
@@ -59,9 +59,9 @@ class Generator:
         self._captures = pipeline.engine == "graphs"
 
     def prepare(self, batches: Sequence[Batch], longest_prompts: LongestPrompts) -> None:
-        """Reads the longest prompts, so that the encoder refuses them early, and captures requests with the longest one.
+        """Encodes the longest prompts, so that a text that is too long fails early, and captures requests with the longest one.
 
-        Its graphs serve shorter prompts too, so that images do not depend on the first prompt after a restart.
+        Its graphs also serve shorter prompts, so that images do not depend on the first prompt after a restart.
         """
         for batch in {(batch.schedule, batch.images): batch for batch in batches}.values():
             longest = max(longest_prompts[batch.schedule], key=lambda prompt: self._pipeline.reader.read(prompt).longest)
@@ -85,7 +85,7 @@ class Generator:
 
 
 def longest_prompts(batches: Iterable[Batch]) -> LongestPrompts:
-    """Returns the longest prompts by size. batches: those of all shards, so that each shard captures the same program."""
+    """Returns the longest prompts by size. batches: of all shards, so that each shard captures the same graphs."""
     prompts: dict[Schedule, set[str | int]] = {}
     for batch in batches:
         prompts.setdefault(batch.schedule, set()).update(picture.prompt for picture in batch.pictures)
@@ -93,9 +93,9 @@ def longest_prompts(batches: Iterable[Batch]) -> LongestPrompts:
 
 
 def missing(batches: Sequence[Batch], store: Store, on_images: OnImages) -> tuple[set[str], Sequence[Batch], list[Batch]]:
-    """Returns the names of the shard's complete images, its batches, and those of them that lack an image. batches: those of all shards.
+    """Returns the names of the shard's complete images, its batches, and its incomplete batches. batches: of all shards.
 
-    Batches keep their complete images, which are generated again so that the others have the same batch.
+    Incomplete batches keep their complete images, which are generated again since rounding depends on the batch.
     """
     there, mine = store.verified(batches), store.shard.part(batches)
     on_images(len(there))
@@ -109,7 +109,7 @@ def sample(
     store: Store,
     on_images: OnImages = lambda _: None,
 ) -> Done:
-    """Generates the missing images of the store's shard; loads the model only if there are any. batches: those of all shards."""
+    """Generates the missing images of the store's shard; loads the model only if needed. batches: of all shards."""
     there, mine, todo = missing(batches, store, on_images)
     if not todo:
         return Done(0, len(there), 0.0, 0)
@@ -117,10 +117,10 @@ def sample(
     generator.prepare(mine, longest_prompts(batches))
     started, untimed, writing = time.perf_counter(), 0, Writing(store, on_images)
     with writing:
-        for turn, batch in enumerate(todo):
+        for number, batch in enumerate(todo):
             output = generator.output(batch)
             chosen = [(place, picture) for place, picture in enumerate(batch.pictures) if picture.file not in there]
-            if turn == 0:
+            if number == 0:
                 started, untimed = time.perf_counter(), len(chosen)
             writing.add(output, chosen)
     seconds = time.perf_counter() - started
@@ -128,7 +128,7 @@ def sample(
 
 
 class Writing:
-    """Threads that copy, encode and write images, and one that appends their lines to the manifest in order."""
+    """Threads that copy, encode and write images, and one thread that appends to the manifest in order."""
 
     def __init__(self, store: Store, on_images: OnImages) -> None:
         self._store, self._on_images = store, on_images
@@ -138,8 +138,8 @@ class Writing:
         self.written = 0
 
     def add(self, output: Output, pictures: Sequence[tuple[int, Picture]]) -> None:
-        """Queues pictures with their places among the images; waits if too many batches wait."""
-        levels = self._writers.submit(copied, output.pixels)  # begins before those that wait for it, as there may be one thread only
+        """Queues pictures with their positions in the batch; blocks while too many batches are queued."""
+        levels = self._writers.submit(copied, output.pixels)  # submitted first: there may be only one thread
         entries = [self._writers.submit(self._write, picture, levels, place) for place, picture in pictures]
         self._waiting.append(self._recorder.submit(self._record, entries))
         while len(self._waiting) > BATCHES_WAITING or self._waiting[0].done():
@@ -160,7 +160,7 @@ class Writing:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Writes waiting images; after an error only those that have begun."""
+        """Finishes queued images; after an error only the ones in progress."""
         try:
             while kind is None and self._waiting:
                 self._waiting.popleft().result()
@@ -170,10 +170,9 @@ class Writing:
 
 
 def copied(pixels: Tensor) -> NDArray[np.uint8]:
-    """Returns the levels of all images on the host. A stream of its own copies them, so that the next batch does not wait.
+    """Returns the levels of all images on the host. They are copied on a separate stream, so that the next batch does not wait.
 
-    The pixels are finished, since the engine waits for the device after it has copied them from its memory, and they are held until
-    `.cpu()` has waited for this stream.
+    The engine has already waited for the device, so the pixels are complete. They are held until `.cpu()` has waited for this stream.
     """
     with torch.cuda.stream(copying_stream(pixels.device)) if pixels.is_cuda else nullcontext():
         return to_arrays(pixels)
@@ -181,5 +180,5 @@ def copied(pixels: Tensor) -> NDArray[np.uint8]:
 
 @cache
 def copying_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns one stream for all copies: torch hands out 32 in turns, and graphs run on one of them."""
+    """Returns one stream for all copies: torch cycles through 32 streams, and graphs run on one of them."""
     return torch.cuda.Stream(device)

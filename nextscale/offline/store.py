@@ -1,4 +1,4 @@
-"""The folder of images of a run: files are written whole, each with a line in the manifest."""
+"""Folder of the images of a run. Files are written atomically, each with a line in the manifest."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Encoded:
 
 
 class Store:
-    """The folder `out` for one shard, which has locked the folder `work` for temporary files.
+    """Folder `out` for one shard, with the locked folder `work` for temporary files.
 
-    settings: of all images; images of other settings are not touched. versions: of programs and machine. chosen: the method that `auto`
-    has chosen, by `Picture.stages`.
+    settings: of all images; images with other settings are not touched. versions: of programs and machine. chosen: the method selected
+    by `auto`, by `Picture.stages`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Store:
     def read(self, batches: Sequence[Batch]) -> list[tuple[Path, Entry]]:
         """Returns the entries of all manifests with the manifests' paths. Raises SettingError if one belongs to another run.
 
-        batches: those of all shards.
+        batches: of all shards.
         """
         planned = {picture.file: picture for batch in batches for picture in batch.pictures}
         lines = [(file, entry) for file in manifest_files(self.out) for entry in read_manifest(file)]
@@ -76,7 +76,7 @@ class Store:
     def verified(self, batches: Sequence[Batch]) -> set[str]:
         """Returns the names of the shard's complete pictures.
 
-        If some are missing, rewrites its manifest with the complete ones. batches: those of all shards.
+        If some are missing, rewrites its manifest with the complete ones. batches: of all shards.
         """
         planned = {picture.file for batch in self.shard.part(batches) for picture in batch.pictures}
         lines = self.read(batches)
@@ -89,7 +89,7 @@ class Store:
         if not (lacking := len(planned - good.keys())):
             return planned  # and nothing is written
         if is_read_only(self.out):
-            raise NextscaleError(f"{self.out} is read-only, and {lacking} of its images are missing: choose a folder that can be written")
+            raise NextscaleError(f"{self.out} is read-only and lacks {lacking} images. Choose a writable folder.")
         others = [entry for file, entry in lines if file == self._manifest and entry.file not in planned]
         self._rewrite([*others, *kept])
         return {*good}
@@ -120,7 +120,7 @@ class Store:
         self._put(self._manifest, "".join(entry.line for entry in entries).encode(), lasting=True)
 
     def _put(self, file: Path, content: bytes, lasting: bool = False) -> None:
-        """Writes a file atomically. lasting: syncs it first: a power failure that emptied the manifest would cost all images."""
+        """Writes a file atomically. lasting: syncs it first, since a manifest emptied by a power failure would cost all images."""
         temporary = self._work / file.name
         with write_errors(file):
             with temporary.open("wb") as target:
@@ -140,13 +140,15 @@ class Store:
         else:
             ours = {"prompt": picture.prompt, "seed": picture.seed, **self._settings_of(picture)}
             theirs = {"prompt": entry.prompt, "seed": entry.seed, **entry.settings}
-        if self.shard.count > 1 and file.name.endswith(f"-of-{self.shard.count}.jsonl"):  # other batches would leave images to nobody
+        if self.shard.count > 1 and file.name.endswith(
+            f"-of-{self.shard.count}.jsonl"
+        ):  # with other batches no shard would generate some images
             ours["batch"], theirs["batch"] = self._versions.get("batch"), entry.versions.get("batch")
         for name in {**theirs, **ours}:
             if ours.get(name) != theirs.get(name):
                 raise SettingError(
-                    f"{file} says that {entry.file} has {name} {theirs.get(name)!r}; this run has {ours.get(name)!r}:"
-                    f" choose another folder, or the settings of the existing images"
+                    f"{file} says that {entry.file} has {name} {theirs.get(name)!r}; this run has {ours.get(name)!r}."
+                    f" Choose another folder, or the settings of the existing images."
                 )
 
     def _warn_of_versions(self, entries: Iterable[Entry]) -> None:
@@ -154,8 +156,11 @@ class Store:
             name: (value, self._versions.get(name))
             for entry in entries
             for name, value in entry.versions.items()
-            if value != self._versions.get(name, value)  # devices of a cluster are not known before
+            if value != self._versions.get(name, value)  # devices of a cluster are unknown here
         }
         if differing:
             told = ", ".join(f"{name} {theirs!r}, now {ours!r}" for name, (theirs, ours) in differing.items())
-            warnings.warn(f"images in {self.out} were made otherwise ({told}): the rest may differ from them by rounding", stacklevel=3)
+            warnings.warn(
+                f"images in {self.out} were generated with other versions ({told}). New images may differ from them by rounding.",
+                stacklevel=3,
+            )

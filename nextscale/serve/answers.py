@@ -1,4 +1,4 @@
-"""Answers with images: JSON, and the events of a stream."""
+"""Answers with images, as JSON or as events of a stream."""
 
 import json
 import time
@@ -21,7 +21,7 @@ NO_SETTINGS = (
 
 
 class Answer:
-    """Encodes the images of one request. Its methods take time and run outside the event loop."""
+    """Encoder of the images of one request. Its methods take time and run outside the event loop."""
 
     def __init__(self, request: ImageRequest, parsed: ParsedRequest) -> None:
         self._request, self._parsed, source = request, parsed, parsed.source
@@ -82,7 +82,7 @@ def event_text(name: str, content: Mapping[str, Any]) -> str:
 
 
 def usage(images: Sequence[GeneratedImage], source: int) -> dict[str, Any]:
-    """Returns the tokens of the prompt and the edited image, and those that the network ran for the images in all cfg branches."""
+    """Returns the tokens of the prompt, of the edited image, and of the generated images in all cfg branches."""
     text = images[0].prompt_tokens
     run = sum(round(tokens(image.report)[0]) for image in images)
     details = {"text_tokens": text, "image_tokens": source}
@@ -90,7 +90,7 @@ def usage(images: Sequence[GeneratedImage], source: int) -> dict[str, Any]:
 
 
 def report_of(image: GeneratedImage) -> dict[str, Any]:
-    """Returns the report by stage; times are those of the batch of the image."""
+    """Returns the report by stage. Times are of the whole batch."""
     report = image.report
     return {
         "method": report.method,

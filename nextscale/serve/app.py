@@ -40,7 +40,7 @@ def create_app(service: Service) -> FastAPI:
     policy = content_security(page)
 
     app.add_middleware(Gate, settings=settings, metrics=metrics)
-    if settings.cors_origins:  # outside the gate, so that pages can read its refusals too
+    if settings.cors_origins:  # outside the gate, so that pages can also read refusals
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.cors_origins),

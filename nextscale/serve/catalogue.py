@@ -1,4 +1,4 @@
-"""Models of a server, and the validation of requests before they wait."""
+"""Models of a server, and the validation of requests before they are queued."""
 
 import re
 import secrets
@@ -39,7 +39,7 @@ UNSUPPORTED: Mapping[str, tuple[Sequence[str], str]] = {  # field to the values 
 
 @dataclass(frozen=True, eq=False)
 class ParsedRequest:
-    """A request that fits its model."""
+    """Validated request."""
 
     model: str
     prompt: str | int
@@ -56,7 +56,7 @@ class ParsedRequest:
 
 @dataclass(frozen=True)
 class Served:
-    """A served model, with the pipeline of one of its devices."""
+    """Served model, with the pipeline of one of its devices."""
 
     name: str
     pipeline: Pipeline
@@ -132,7 +132,7 @@ class Served:
 
 
 class Catalogue:
-    """Served models. method: what requests run that name none, as on the command line."""
+    """Served models. method: default of requests, as on the command line."""
 
     def __init__(self, models: Sequence[Served], aliases: Mapping[str, str], method: str, limits: Limits) -> None:
         self.models = {served.name: served for served in models}
@@ -148,7 +148,7 @@ class Catalogue:
         return served
 
     def parse(self, request: ImageRequest, chosen: Schedule | None = None) -> ParsedRequest:
-        """Raises ApiError with the field that cannot be honored. chosen: the schedule of an edit."""
+        """Validates a request. Raises ApiError with the field that is refused. chosen: the schedule of an edit."""
         served, images = self.find(request.model), request.n or 1
         require_supported(request)
         prompt = served.prompt("prompt", request.prompt, self.limits.prompt_chars)
@@ -168,7 +168,7 @@ class Catalogue:
         with about("guidance_scale"):
             guided = served.guided(schedule, guidance)
         if negative is not None and not guided.needs_both:
-            raise refused("negative_prompt", "negative_prompt needs guidance: without it the second cfg branch does not run")
+            raise refused("negative_prompt", "negative_prompt needs guidance, since without it the second cfg branch does not run")
         method, plans = self._method(served, request, schedule, guided)
         if request.partial_images and not request.stream:
             raise refused("partial_images", "partial_images must be left out without stream=true")
@@ -183,7 +183,7 @@ class Catalogue:
         return ParsedRequest(served.name, prompt, negative, seeds, schedule, size, named, partial, settings)
 
     def api_error(self, error: Exception, parsed: ParsedRequest) -> ApiError:
-        """Returns the answer to a job that failed; of two prompts it names the one that cannot be read."""
+        """Returns the answer to a failed job. Of two prompts, it names the one that cannot be read."""
         param = None
         if isinstance(error, PromptError) and parsed.negative is not None:
             try:
@@ -197,9 +197,9 @@ class Catalogue:
         """Returns the method of a request and its plans."""
         method = self._default if request.method is None else parse_method(request.method)
         with about("method"):
-            method = served.pipeline.settled(method, schedule)  # for one image: `auto` must not depend on who shares the batch
+            method = served.pipeline.settled(method, schedule)  # for one image: `auto` must not depend on other requests
         if isinstance(method, Strategy) and method.second_model:
-            raise refused("method", f"method must run one model; got {method.label}, which runs a second one beside {served.name}")
+            raise refused("method", f"method must run one model; got {method.label}, which also needs a second one")
         plans, last = served.plans(method, schedule, guided, "method"), len(schedule) - 1
         left = 0 if request.stop_after_stage is None else last - request.stop_after_stage
         if left < 0:
@@ -212,7 +212,7 @@ class Catalogue:
 
 @contextmanager
 def about(param: str, message: str = "") -> Iterator[None]:
-    """Attributes errors of settings to a field. With a message, other errors too: values of a wrong kind may fail in many ways."""
+    """Attributes errors of settings to a field. With a message, also other exceptions, since a wrong value may fail in many ways."""
     try:
         yield
     except NextscaleError as error:
@@ -224,7 +224,7 @@ def about(param: str, message: str = "") -> Iterator[None]:
 
 
 def require_supported(request: ImageRequest) -> None:
-    """Refuses fields of other servers that this one cannot honor."""
+    """Refuses values that other servers accept and this one does not support."""
     for param, (accepted, remedy) in UNSUPPORTED.items():
         value = getattr(request, param)
         if value is not None and value not in accepted:
@@ -234,10 +234,10 @@ def require_supported(request: ImageRequest) -> None:
 
 
 def parse_method(text: str) -> Method:
-    """Parses the method of a client; text that could name a file is refused."""
+    """Parses the method of a client. Refuses text that could name a file."""
     if not METHOD.fullmatch(text) or not text.strip():
         raise refused("method", f"method must be a name with settings, such as fastvar or skip:last=2; got {text!r}")
-    with about("method", f"method {text!r} cannot be read"):
+    with about("method", f"method {text!r} is not valid"):
         return resolve_method(text)
 
 
@@ -246,7 +246,7 @@ def text_of(size: tuple[int, int]) -> str:
 
 
 def spread(stages: Sequence[int], partials: int) -> tuple[int, ...]:
-    """Returns so many of the stages before the last, evenly spread."""
+    """Returns up to `partials` stages before the last, evenly spread."""
     if partials >= len(stages) - 1:
         return tuple(stages[:-1])
     return tuple(stages[round((number + 1) * len(stages) / (partials + 1)) - 1] for number in range(partials))

@@ -19,13 +19,13 @@ from .pictures import decoded_png
 from .schema import Comparison
 from .settings import Limits
 
-MAX_PSNR = 99.0  # that of equal images is infinite
-MAX_OPEN = 4  # comparisons that run or wait: each holds the files of its images
+MAX_PSNR = 99.0  # of equal images, instead of infinity
+MAX_OPEN = 4  # running or waiting comparisons, which hold their images in memory
 RETRY_SECONDS = 2.0
 
 
 class Comparer:
-    """Compares one pair after another in a thread, on the CPU: the GPU belongs to the workers."""
+    """Thread that compares pairs on the CPU, since the GPU belongs to the workers."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -35,7 +35,7 @@ class Comparer:
     async def answer(self, request: Request) -> dict[str, Any]:
         """Reads and compares two images. Raises Overloaded if too many requests wait, JobCancelled if the client leaves."""
         if self._open >= MAX_OPEN:
-            raise Overloaded(f"{self._open} comparisons are waiting: try again in {RETRY_SECONDS:.0f} s", RETRY_SECONDS)
+            raise Overloaded(f"{self._open} comparisons are waiting. Try again in {RETRY_SECONDS:.0f} s.", RETRY_SECONDS)
         self._open += 1
         try:
             pair = await read_body(request, Comparison, self._limits.read_seconds)

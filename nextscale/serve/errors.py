@@ -1,4 +1,4 @@
-"""Error objects as clients of OpenAI's API expect them, and the mapping from exceptions."""
+"""Error objects of OpenAI's API, and the mapping from exceptions to them."""
 
 import math
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ KINDS = {401: "authentication_error", 429: "rate_limit_error"}  # others are inv
 
 
 class ApiError(Exception):
-    """An error answer."""
+    """Error answer."""
 
     def __init__(
         self, status: int, message: str, code: str | None = None, param: str | None = None, headers: Mapping[str, str] | None = None
@@ -60,7 +60,7 @@ def retry_later(status: int, message: str, code: str, seconds: float = LOADING_S
 
 
 def as_api_error(error: Exception, param: str | None = None) -> ApiError:
-    """Returns the answer to an exception; internal errors reveal nothing. param: the field that an error of settings is about."""
+    """Returns the answer to an exception, without details of internal errors. param: the field that an error of settings is about."""
     text = str(error)
     match error:
         case ApiError():

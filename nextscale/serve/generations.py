@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 Body = TypeVar("Body", bound=BaseModel)
 MAX_UNSENT = 32 * 2**20  # pixels of waiting partial images, about 100 MB
-HEARTBEAT_SECONDS = 15.0  # between comments in a quiet stream, so that no proxy closes it
+HEARTBEAT_SECONDS = 15.0  # between comments in a quiet stream, so that proxies keep it open
 
 
 async def read_body(request: Request, schema: type[Body], seconds: float) -> Body:
@@ -91,9 +91,9 @@ async def gone(request: Request) -> None:
 
 
 class EventStream(StreamingResponse):
-    """A stream of partial images after their stages, of finished images, and of an error if the job fails.
+    """Stream of partial images, finished images, and an error if the job fails.
 
-    A slow client gets fewer partial images: all of them can take 400 MB for one request.
+    A slow client gets fewer partial images, since all of them can take 400 MB for one request.
     """
 
     def __init__(self, service: Service, catalogue: Catalogue, parsed: ParsedRequest, answer: Answer) -> None:

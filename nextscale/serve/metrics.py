@@ -19,7 +19,7 @@ IMAGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 
 
 class ServeMetrics:
-    """Counters and histograms of requests and batches, and gauges that are evaluated when they are read."""
+    """Counters and histograms of requests and batches, and gauges that are computed when read."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -102,7 +102,7 @@ GPU_MEMORY: dict[str, Callable[[torch.device], float]] = {
 
 
 def tokens(report: Report) -> tuple[float, float]:
-    """Returns the tokens of one image that ran, and those of dense generation, in all cfg branches."""
+    """Returns the tokens per image that ran and the tokens of dense generation, in all cfg branches."""
     branches = max((stage.cfg_branches for stage in report.stages), default=1)
     run = sum(stage.computed * stage.cfg_branches for stage in report.stages)
     return run, sum(stage.height * stage.width * branches for stage in report.stages)

@@ -1,4 +1,4 @@
-"""Encodes images in memory, with their settings, and decodes those of clients."""
+"""Encodes images in memory with their settings, and decodes images of clients."""
 
 import base64
 import binascii
@@ -19,7 +19,7 @@ CHUNK = "nextscale"  # the PNG's text chunk that holds the settings, as JSON
 
 
 def encoded(image: Image.Image, form: str = "png", compression: int | None = None, settings: Mapping[str, Any] | None = None) -> str:
-    """Returns the file in base64. settings: for a PNG, from which the studio restores them."""
+    """Returns the encoded file in base64. settings: stored in a PNG, so that the studio can restore them."""
     buffer = io.BytesIO()
     if form == "png":
         info = PngImagePlugin.PngInfo()
@@ -37,7 +37,7 @@ def mask_picture(mask: Tensor) -> Image.Image:
 
 
 def decoded_png(text: str, param: str, most_pixels: int) -> Tensor:
-    """Returns pixels [1, 3, H, W] in [-1, 1] of a client's image. Opens nothing but a PNG of at most `most_pixels`."""
+    """Returns pixels [1, 3, H, W] in [-1, 1] of a client's image. Only opens a PNG of at most `most_pixels`."""
     try:
         content = base64.b64decode(text, validate=True)
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:

@@ -1,7 +1,7 @@
 """Runs the server as a Ray Serve application: replicas on a cluster behind one address, with the same HTTP contract.
 
-Every replica is the whole server with a batcher of its own. Ray spreads requests over replicas, replaces those that die and ends them
-gently. Requests of a dying replica fail with a 5xx; clients send them again.
+Every replica is a complete server with its own batcher. Ray distributes requests, replaces replicas that die and drains replicas that it
+stops. Requests of a dying replica fail with a 5xx, and clients send them again.
 """
 
 import os
@@ -24,7 +24,7 @@ PROXY_SECONDS = ("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # its default o
 
 
 class Replica:
-    """A server without its socket, from which Ray gets an ASGI application."""
+    """Server without a socket, which gives Ray an ASGI application."""
 
     def __init__(self, content: Content, settings: ServeSettings) -> None:
         self._service = Service(content, settings)
@@ -45,7 +45,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class RayServer:
-    """A server of `ray.workers` replicas."""
+    """Server of `ray.workers` replicas."""
 
     content: Content
     settings: ServeSettings
@@ -53,11 +53,11 @@ class RayServer:
 
     def __post_init__(self) -> None:
         if self.content.devices != (None,):
-            raise SettingError("--device must be left out with --ray: every replica takes the GPU that Ray gives it")
+            raise SettingError("--device must be left out with --ray, since Ray assigns a GPU to every replica")
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Runs the replicas until the block ends; then accepted requests finish."""
+        """Runs the replicas until the block ends, and then finishes accepted requests."""
         os.environ.setdefault(*PROXY_SECONDS)  # for a cluster that is started here
         with connected(self.ray) as ray:
             try:
@@ -65,11 +65,13 @@ class RayServer:
             except ImportError as error:
                 raise MissingExtra(f"`serve --ray` needs Ray Serve ({error}): pip install 'nextscale[ray]'") from error
             share, workers = self.ray.share(ray), self.ray.count(ray)
-            if self.ray.address == LOCAL:  # which does not grow: Ray would wait without end
+            if self.ray.address == LOCAL:  # a local cluster cannot grow, and Ray would wait forever
                 resources = ray.cluster_resources()
                 room = min(int(resources.get("CPU", 0) / CPUS), int(resources["GPU"] / share) if share else workers)
                 if workers > room:
-                    raise SettingError(f"workers must be at most {room} on this machine; got {workers}. Give fewer, or less gpus for each")
+                    raise SettingError(
+                        f"workers must be at most {room} on this machine; got {workers}. Give fewer, or a smaller share of GPUs for each."
+                    )
             deployment = serve.deployment(
                 name="images",
                 num_replicas=workers,
@@ -89,7 +91,7 @@ class RayServer:
 
 
 def serve_on_ray(server: RayServer) -> None:
-    """Serves until SIGINT or SIGTERM. While replicas start, which may wait for machines without end, these end it at once."""
+    """Serves until SIGINT or SIGTERM. While replicas start, which may wait for machines, the signals end it at once."""
     ended = Event()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with server.running():

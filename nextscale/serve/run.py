@@ -1,4 +1,4 @@
-"""Runs the server until a signal; then accepted requests finish and new ones are refused."""
+"""Runs the server until a signal, and then finishes accepted requests and refuses new ones."""
 
 import asyncio
 import errno
@@ -23,14 +23,14 @@ MAX_IDLE = 64  # connections between requests
 
 
 class DrainingServer(uvicorn.Server):
-    """A uvicorn server that drains on the first signal, still answering new requests with an error, and ends at once on the second."""
+    """A uvicorn server that drains on the first signal, refusing new requests, and exits on the second."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
-        self._idle: dict[tuple[Any, Any], None] = {}  # connections with their last requests, the longest idle first
+        self._idle: dict[tuple[Any, Any], None] = {}  # connections and their last requests, the longest idle first
         self.in_time = True
 
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
@@ -39,7 +39,7 @@ class DrainingServer(uvicorn.Server):
         self._service.start(failed=self.stop)
 
     async def on_tick(self, counter: int) -> bool:
-        """Also closes connections beyond MAX_IDLE, the longest idle first: uvicorn lets them wait for a request without end."""
+        """Also closes connections beyond MAX_IDLE, the longest idle first, since uvicorn keeps them open without limit."""
         last = [(connection, getattr(connection, "cycle", None)) for connection in self.server_state.connections]
         idle = dict.fromkeys(pair for pair in last if pair[1] is None or pair[1].response_complete)
         self._idle = {pair: None for pair in self._idle if pair in idle} | idle

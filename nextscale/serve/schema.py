@@ -1,4 +1,4 @@
-"""Bodies of requests: the fields of OpenAI's endpoint, and our extensions."""
+"""Bodies of requests, with the fields of OpenAI's endpoint and our extensions."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..sampling import MIN_TEMPERATURE
 
 MAX_IMAGES = 10
-MAX_PARTIALS = 32  # clients send 0 to 3; more show every stage
+MAX_PARTIALS = 32  # OpenAI's clients send 0 to 3; more show every stage
 MAX_SEED = 2**63 - 1
 MAX_METHOD = 200  # characters
 MAX_LIST = 64
@@ -65,9 +65,9 @@ class ImageRequest(BaseModel):
     """Refused: describe it in the prompt."""
 
     seed: Seed | Annotated[list[Seed], Field(min_length=1, max_length=MAX_IMAGES)] | None = None
-    """Seed of the first image, counted on for others, or one per image. Default: random."""
+    """Seed of the first image, plus 1 for each further image, or a list of seeds. Default: random."""
     negative_prompt: Annotated[str, Field(min_length=1)] | None = None
-    """Text to steer away from."""
+    """Negative prompt, which needs guidance."""
     guidance_scale: Scale | Annotated[list[Scale], Field(min_length=1, max_length=MAX_LIST)] | None = None
     """A number, applied in the model's published form, or one number per stage."""
     num_inference_steps: int | None = None

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 HEALTH = ("/livez", "/readyz")
 OPEN_PATHS = ("/", "/openapi.json", *HEALTH)
-OPEN_FOLDER = "/studio/files/"  # the page; its requests need a key
+OPEN_FOLDER = "/studio/files/"  # of the page, whose requests need a key
 COMPARE_PATH = "/studio/compare"
 WRONG_KEY = ("the API key was not accepted", "invalid_api_key")
 HEADERS = {
@@ -31,7 +31,7 @@ HEADERS = {
 
 
 class Keys:
-    """Digests of API keys, which are all compared in constant time."""
+    """Digests of API keys, compared in constant time."""
 
     def __init__(self, keys: tuple[str, ...]) -> None:
         self._digests = tuple(hashlib.sha256(key.encode()).digest() for key in keys)
@@ -46,7 +46,7 @@ class Keys:
 
 
 class Gate:
-    """Middleware that checks requests, gives every answer an id and turns exceptions into error objects. Preflights do not pass it."""
+    """Middleware that checks and logs requests, adds an id to answers and turns exceptions into error objects."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings, metrics: ServeMetrics) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
@@ -128,7 +128,7 @@ class Gate:
 
 
 def content_security(page: str) -> str:
-    """Returns the policy of the studio's page: it loads its own files, its import map, and images that it is sent."""
+    """Returns the policy of the studio's page, which allows its own files, its import map and data URLs of images."""
     found = re.search(r"<script type=\"importmap\">(.*?)</script>", page, re.DOTALL)
     assert found is not None
     digest = base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()

@@ -28,7 +28,7 @@ Watch = Callable[[object], None]
 
 @dataclass(frozen=True)
 class Warmup:
-    """A size and batches that run before the server is ready; on a GPU this captures their CUDA graphs."""
+    """Size and batches that run before the server is ready. On a GPU this captures their CUDA graphs."""
 
     size: tuple[int, int]  # height, width
     batches: tuple[int, ...]
@@ -105,7 +105,7 @@ class Service:
         log.info("%s", self.described(devices))
 
     def described(self, devices: Sequence[Mapping[str, Pipeline]]) -> str:
-        """Returns the line of the log that says what is served, and where."""
+        """Returns the log line with the models, their devices and the addresses."""
         where = ", ".join(str(next(iter(pipelines.values())).model.device) for pipelines in devices)
         models = [f"{name} ({str(pipeline.model.dtype).removeprefix('torch.')})" for name, pipeline in devices[0].items()]
         address = self.settings.address

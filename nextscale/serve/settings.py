@@ -39,7 +39,7 @@ RootPath = Annotated[str, matching(r"(/[A-Za-z0-9._~-]+)*", "empty or a path suc
 
 
 class Settings(BaseModel):
-    """Frozen settings that raise SettingError. Messages name the setting and, except for keys, its value."""
+    """Frozen settings that raise SettingError, with the setting and, except for keys, its value."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -75,12 +75,12 @@ class ServeSettings(Settings):
     max_batch: Count = 8
     batch_delay: Annotated[float, Field(ge=0, lt=60)] = 0.005  # seconds
     max_queue: Count = 64
-    same_images: bool = False  # equal bit for bit alone and in any batch: batches are filled up
+    same_images: bool = False  # bit-identical alone and in any batch, by padding batches
     request_timeout: Seconds = 300.0
     shutdown_timeout: Seconds = 30.0  # for accepted requests to finish
     api_keys: tuple[Key, ...] = Field((), repr=False)
     cors_origins: tuple[Origin, ...] = ()
-    allowed_hosts: tuple[Host, ...] = ()  # names of the server besides those of the loopback
+    allowed_hosts: tuple[Host, ...] = ()  # names of the server besides the loopback names
     log_prompts: bool = False
     limits: Limits = Limits()
 
@@ -101,7 +101,7 @@ class ServeSettings(Settings):
 
     @property
     def host_names(self) -> tuple[str, ...] | None:
-        """Names that a request may address the server by; None: any. Other pages cannot pretend to be a server on the loopback."""
+        """Host names that requests may use; None: any. This keeps other web pages from reaching a server on the loopback."""
         return (*LOOPBACK_NAMES, *map(host_of, (self.host, *self.allowed_hosts))) if self.loopback or self.allowed_hosts else None
 
 
@@ -116,9 +116,9 @@ def read_api_keys(file: Path) -> tuple[str, ...]:
     try:
         lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
-        raise NextscaleError(f"the API keys in {file} cannot be read ({error}): give a text file with one key per line") from error
+        raise NextscaleError(f"the API keys in {file} cannot be read ({error}). Give a text file with one key per line.") from error
     if not (keys := tuple(line for line in lines if line and not line.startswith("#"))):
-        raise SettingError(f"{file} must hold an API key per line; got none. Leave the option out to let everybody in")
+        raise SettingError(f"{file} must have an API key per line; got none. Leave the option out to serve without keys.")
     return keys
 
 
@@ -127,5 +127,5 @@ def parse_aliases(given: Iterable[str], models: tuple[str, ...]) -> dict[str, st
     pairs = dict(one.partition("=")[::2] for one in given)
     for name, model in pairs.items():
         if not name.strip() or name in models or model not in models:
-            raise SettingError(f"alias must be NAME=MODEL, a new name for one of {', '.join(models)}; got {name!r} for {model!r}")
+            raise SettingError(f"alias must be NAME=MODEL with a new name for one of {', '.join(models)}; got {name!r} for {model!r}.")
     return pairs

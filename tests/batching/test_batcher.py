@@ -181,7 +181,7 @@ def test_a_limit_after_running_out_of_memory_is_lifted_again() -> None:
 
 
 def difference(ours: GeneratedImage, theirs: GeneratedImage) -> int:
-    """Of 255 levels, the largest."""
+    """Returns the largest difference, in levels of 255."""
     return int(np.abs(np.asarray(ours.image).astype(int) - np.asarray(theirs.image).astype(int)).max())
 
 

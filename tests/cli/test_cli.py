@@ -712,7 +712,7 @@ def test_values_after_two_dashes_are_prompts() -> None:
 
 def test_prompt_file_without_prompts() -> None:
     Path("prompts.txt").write_text("# nothing\n\n")
-    assert "holds no prompt" in fail("generate", "-m", "tiny-var", "--prompts", "prompts.txt")
+    assert "has no prompt" in fail("generate", "-m", "tiny-var", "--prompts", "prompts.txt")
     Path("prompts.txt").write_bytes(b"\xff\xfe\x00")
     assert "cannot be read" in fail("generate", "-m", "tiny-var", "--prompts", "prompts.txt")
 

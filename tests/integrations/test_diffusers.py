@@ -92,10 +92,10 @@ def test_prompts_may_be_features(pipe: Any) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"seed": 1, "generator": torch.Generator()}, "give one of them"),
+        ({"seed": 1, "generator": torch.Generator()}, "seed and generator"),
         ({"generator": [torch.Generator()] * 2}, "^generator must be"),
         ({"generator": 7}, "^generator must be"),
-        ({"height": 128}, "give both, or neither"),
+        ({"height": 128}, "height and width"),
         ({"height": "128", "width": "128"}, "size"),
         ({"num_images_per_prompt": 0}, "^num_images_per_prompt must be"),
         ({"num_images_per_prompt": True}, "^num_images_per_prompt must be"),

@@ -50,8 +50,8 @@ def test_prompt_files(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("empty.txt", "\n# nothing\n", "no prompt"),
-        ("broken.jsonl", "{", "line 1 is no JSON"),
-        ("deep.jsonl", "[" * 100_000, "line 1 is no JSON"),
+        ("broken.jsonl", "{", "line 1 is not valid JSON"),
+        ("deep.jsonl", "[" * 100_000, "line 1 is not valid JSON"),
         ("nameless.jsonl", '{"label": "bee"}', "line 1 must have a text"),
         ("no.tar", "this is no tar", "cannot be read"),
         ("odd.jsonl", '{"caption": "a bee", "label": ["bee"]}', "line 1: label must be a string"),

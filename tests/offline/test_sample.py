@@ -111,16 +111,16 @@ def test_prompts_have_ids_seeds_and_sizes(tmp_path: Path) -> None:
     [
         ('{"prompt": ""}', "must have a text"),
         ('{"id": "a"}', "must have a text"),
-        ("[1]", "expected an object"),
-        ("{", "is no JSON"),
+        ("[1]", "must be an object"),
+        ("{", "is not valid JSON"),
         ('{"prompt": "a", "id": "../x"}', "id must be"),
         ('{"prompt": "a", "id": ".hidden"}', "id must be"),
         ('{"prompt": "a", "seed": -1}', "seed must be"),
         ('{"prompt": "a", "size": 1.5}', "as on the command line"),
         ('{"prompt": "a", "id": "b"}\n{"prompt": "c", "id": "b"}', "several prompts"),
-        ("", "holds no prompt"),
+        ("", "has no prompt"),
         ('\n\n{"prompt": "a"}\n{"prompt": ""}', "line 4 must have a text"),
-        ('{"prompt": ' + "[" * 100_000, "is no JSON"),
+        ('{"prompt": ' + "[" * 100_000, "is not valid JSON"),
     ],
 )
 def test_wrong_prompt_files_are_refused(line: str, said: str, tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_images_of_other_settings_are_not_mixed(prompts: Path, tmp_path: Path) -
     before = contents(out)
     for more in (["--method", "skip:last=1"], ["--guidance", "2"], ["--sampling", "greedy"]):
         result = run(prompts, out, *more)
-        assert result.exit_code == 2 and "choose another folder" in result.output
+        assert result.exit_code == 2 and "Choose another folder" in result.output
     assert contents(out) == before
 
 
@@ -265,7 +265,7 @@ def test_shards_of_one_folder_have_the_same_settings_and_batches(other: list[str
     assert run(prompts, out, "--shard", "0/2").exit_code == 0
     before = contents(out)
     result = run(prompts, out, "--shard", "1/2", *other)
-    assert result.exit_code == 2 and "choose another folder" in result.output
+    assert result.exit_code == 2 and "Choose another folder" in result.output
     assert contents(out) == before
     assert run(prompts, out, "--shard", "1/2").exit_code == 0
 
@@ -319,7 +319,7 @@ def test_a_file_that_is_no_manifest_is_not_overwritten(prompts: Path, tmp_path: 
     out.mkdir()
     (out / "manifest.jsonl").write_text('{"mine": 1}\n')
     result = run(prompts, out)
-    assert result.exit_code == 2 and "no line of a manifest" in result.output
+    assert result.exit_code == 2 and "not a line of a manifest" in result.output
     assert (out / "manifest.jsonl").read_text() == '{"mine": 1}\n'
 
 
@@ -341,7 +341,7 @@ def test_edited_lines_of_a_manifest_are_refused(change: dict[str, Any], said: st
     file.write_text(json.dumps(json.loads(first) | change) + "\n" + "".join(others))
     before = contents(out)
     result = run(prompts, out)
-    assert result.exit_code == 2 and "line 1 is no line of a manifest" in result.output and said in result.output
+    assert result.exit_code == 2 and "line 1 is not a line of a manifest" in result.output and said in result.output
     assert contents(out) == before
 
 
@@ -378,7 +378,7 @@ def test_a_pipe_in_the_place_of_an_image_is_replaced(prompts: Path, tmp_path: Pa
 def test_a_manifest_of_a_million_brackets_is_refused(prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "manifest.jsonl").write_text("[" * 1_000_000 + "\n")
     result = run(prompts, tmp_path)
-    assert result.exit_code == 2 and "line 1 is no line of a manifest" in result.output
+    assert result.exit_code == 2 and "line 1 is not a line of a manifest" in result.output
 
 
 @pytest.mark.parametrize("more", [["--ray"], ["--ray", "workers=1"], ["--ray", "local"]])
@@ -428,7 +428,7 @@ def test_other_versions_are_said(prompts: Path, tmp_path: Path) -> None:
     file.write_text(file.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"'))
     (out / "00001_1.png").unlink()
     result = run(prompts, out)
-    assert "made otherwise (torch '1.0'" in result.output
+    assert "other versions (torch '1.0'" in result.output
 
 
 def test_a_folder_in_use_is_refused(prompts: Path, tmp_path: Path) -> None:
@@ -520,7 +520,7 @@ def test_a_read_only_folder_is_verified_and_not_written(prompts: Path, tmp_path:
     assert {file: file.stat().st_mtime_ns for file in (out, *out.iterdir())} == before
     (out / "00001_1.png").write_bytes(b"damaged")
     result = run(prompts, out)
-    assert result.exit_code == 2 and "is read-only, and 1 of its images are missing" in result.output
+    assert result.exit_code == 2 and "is read-only and lacks 1 images" in result.output
 
 
 @pytest.mark.parametrize("link", [".sample", ".sample/0-of-1", ".sample/0-of-1.lock"])
@@ -665,7 +665,7 @@ def processes() -> Iterator[Any]:
 
 
 def killed_at(moment: int, processes: Any, prompts: Path, out: Path) -> int:
-    """How the program ends: killed, or with 0 where it changes fewer files."""
+    """Returns the exit code: killed, or 0 if it changes fewer files."""
     process = processes.Process(target=child, args=(arguments(prompts, out), moment))
     process.start()
     process.join()

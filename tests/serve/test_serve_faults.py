@@ -1,4 +1,4 @@
-"""What goes wrong around a server, and that it goes on serving."""
+"""Faults around a server, which continues to serve."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_comparisons_come_one_by_one_and_stop_when_the_client_leaves(server: Liv
 
 
 def closed(connection: socket.socket) -> bool:
-    """Whether the server has ended the connection. What it has sent is thrown away."""
+    """Returns True if the server has closed the connection. Discards received data."""
     with suppress(BlockingIOError):
         while received := connection.recv(1 << 16, socket.MSG_DONTWAIT):
             assert received.startswith(b"HTTP/1.1 200")
@@ -306,7 +306,7 @@ def ask(port: int, **fields: Any) -> Answer:
 
 
 def test_sigterm_under_load() -> None:
-    """What was accepted is drawn, and what comes later is told so: nobody goes without an answer."""
+    """Accepted requests finish, and later ones are refused with an answer."""
     started, port = process("--max-batch", "1", "--limit", "shutdown_timeout=60")
     with ThreadPoolExecutor(6) as pool:
         asked = [pool.submit(ask, port, prompt="a red apple", size="128x128", seed=seed) for seed in range(6)]

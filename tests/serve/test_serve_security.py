@@ -1,4 +1,4 @@
-"""Who is let in, what is kept out, and what is not said."""
+"""Access, limits, and the privacy of logs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_files_without_keys_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NextscaleError, match="cannot be read"):
         read_api_keys(tmp_path / "nothing")
     (tmp_path / "empty").write_text("# nobody\n")
-    with pytest.raises(SettingError, match="must hold an API key"):
+    with pytest.raises(SettingError, match="API key per line"):
         read_api_keys(tmp_path / "empty")
 
 
@@ -175,7 +175,7 @@ def test_a_taken_port_is_refused_before_anything_is_loaded() -> None:
 
 
 def test_a_proxy_may_publish_the_server_under_a_path() -> None:
-    """Whether it strips the path or passes it on, the same routes are open."""
+    """The proxy may strip the path or pass it on."""
     with live({"tiny": shared_pipeline("infinity")}, root_path="/images", api_keys=KEYS) as server:
         page = server.ask("/images/")
         assert page.status == 200 and b'"/images/studio/files/main.js"' in page.body and server.ask("/").body == page.body

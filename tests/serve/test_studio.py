@@ -1,4 +1,4 @@
-"""What the studio does, in a real browser. Skipped where there is none."""
+"""The studio in a real browser. Skipped without one."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_stages_arrive_and_are_scrubbed_and_show_where_it_computed(page: Any) ->
     page.wait_for_selector("#used-seed")
     stages = list(dict.fromkeys(seen.json_value()))
     assert len(stages) >= 2 and stages == sorted(stages, key=int)  # the picture grew; the page may draw two stages at once
-    assert page.get_attribute(".frame", "data-frames") == str(STAGES - 2)  # of the stages that ran; the finished one stands for the last
+    assert page.get_attribute(".frame", "data-frames") == str(STAGES - 2)  # of the stages that ran, the last of them finished
     assert page.locator(".film .thumb img").count() == STAGES - 2
     last = page.get_attribute(".frame img", "src")
     page.focus('input[aria-label="Stage"]')
@@ -307,7 +307,7 @@ def test_a_stopped_picture_stops_the_server(page: Any, server: Live, pipe: Steer
 def test_the_compared_picture_is_dragged(page: Any) -> None:
     page.click("#tab-compare")
     page.wait_for_selector("input[name=speed][value=dense]", state="detached")
-    assert page.locator("input[name=speed]:checked").get_attribute("value") == "skip:last=1"  # recommended where there is no profile
+    assert page.locator("input[name=speed]:checked").get_attribute("value") == "skip:last=1"  # recommended without a profile
     page.click("#send")
     page.wait_for_selector("#distance")
     assert 5 < float(page.inner_text("#distance").split("PSNR ")[1].split()[0]) < 99

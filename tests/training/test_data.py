@@ -74,7 +74,7 @@ def test_transparent_becomes_white(tmp_path: Path) -> None:
         ({"fox.png": picture()}, "holds no captions.jsonl"),
         ({CAPTIONS: lines(FOX, FOX | {"file": "owl.png"}), "fox.png": picture()}, "lacks 1 images .* such as 'owl.png'"),
         ({CAPTIONS: b""}, "no pictures"),
-        ({CAPTIONS: b"\n{"}, "captions.jsonl of .*, line 2 is no JSON"),
+        ({CAPTIONS: b"\n{"}, "captions.jsonl of .*, line 2 is not valid JSON"),
         ({CAPTIONS: b"\xff"}, "is not UTF-8"),
         ({CAPTIONS: lines(["fox.png", "a fox"])}, "line 1: expected an object"),
         ({CAPTIONS: lines({"file": "fox.png"}), "fox.png": picture()}, "line 1 must have a text"),
