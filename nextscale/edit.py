@@ -54,7 +54,8 @@ class Paste:
         inside = slice(box.top, box.bottom), slice(box.left, box.right)
         own = levels.clone()
         own[:, *inside] = to_levels(pixels).float()
-        mixed = ((levels + weight * (own - levels)).round() + 0.5) / 127.5 - 1  # the middle of a level, which `to_levels` returns exactly
+        mixed = (levels + weight * (own - levels)).round() + 0.5  # the middle of a level, which `to_levels` returns exactly
+        mixed = (mixed / 127.5 - 1).clamp(max=1)
         mixed[:, *inside] = pixels.where(weight[:, *inside] == 1, mixed[:, *inside])
         return mixed
 

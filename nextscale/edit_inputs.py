@@ -27,6 +27,7 @@ from .validation import is_fraction, is_int, require, require_choice, require_fl
 MAX_CUT = 1 / 8  # of an image that is cropped to another aspect ratio
 DEFAULT_STRENGTH = 0.6  # without a mask
 MAX_PIXELS = 2**26  # of an image that is opened: 8192 x 8192
+ROUNDING = 1e-5  # of pixels that were made from levels: a little less than a level is that level
 WINDOW = 2  # cells a side that must fit into a mask
 GRAY = 128.0  # level of a hole without surroundings
 
@@ -140,7 +141,7 @@ def read_image(image: Any) -> list[Tensor]:
         image = image[None] if image.ndim == 3 else image
         require(image.ndim == 4 and image.shape[1] == 3 and image.numel(), "image", "a tensor [B, 3, H, W]", list(image.shape))
         require_range("image", image, -1, 1)
-        return list(to_levels(image).cpu())
+        return list(to_levels(image + ROUNDING).cpu())
     if isinstance(image, Sequence) and image and not isinstance(image, str):
         return [one for each in image for one in read_image(each)]
     require(isinstance(image, Image.Image), "image", "a PIL image, a list of images, or a tensor [B, 3, H, W] in [-1, 1]", image)

@@ -35,7 +35,12 @@ class Stages:
     @torch.inference_mode()
     def images(self, stage: int) -> list[Image.Image]:
         """All images of the batch as they would be if generation had stopped after this stage. FlexVAR's grow with the stage."""
-        return to_pil(decoded(self.tokenizer, self.latents[stage], self.paste))
+        return to_pil(self.pixels(stage))
+
+    @torch.inference_mode()
+    def pixels(self, stage: int) -> Tensor:
+        """The same as pixels [B, 3, H, W] in [-1, 1]."""
+        return decoded(self.tokenizer, self.latents[stage], self.paste)
 
     @torch.inference_mode()
     def strip(self, image: int = 0) -> list[Image.Image]:

@@ -15,7 +15,7 @@ from torch import Tensor
 import nextscale
 from nextscale import EditOptions, NearMask, Output, Pipeline, Preview
 from nextscale.edit import Box, Edit, Paste, chosen, touched
-from nextscale.edit_inputs import default_stage, filled, of_aspect, ramp, read_edit
+from nextscale.edit_inputs import default_stage, filled, of_aspect, ramp, read_edit, read_image
 from nextscale.errors import PromptError, SettingError, SizeError
 from nextscale.io import from_levels, to_levels, to_pil
 from nextscale.methods.strategy import Strategy
@@ -45,7 +45,9 @@ def size_of(family: str) -> tuple[int, int]:
 
 
 def images_of(family: str, count: int = 1, seed: int = 0) -> Tensor:
-    return torch.rand(count, 3, *size_of(family), generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    """8-bit images: every pixel is in the middle of its level."""
+    levels = torch.randint(0, 256, (count, 3, *size_of(family)), generator=torch.Generator().manual_seed(seed))
+    return ((levels + 0.5) / 127.5 - 1).clamp(max=1)
 
 
 def corner(family: str, share: float = 0.5) -> Tensor:
@@ -148,6 +150,13 @@ def test_every_level_survives_a_paste() -> None:
     assert torch.equal(pasted[..., 8:, :], own[..., 8:, :])
     half = Paste(levels, torch.full((1, 1, 16, 16), 0.5), (Box(0, 0, 16, 16),))(from_levels(torch.zeros(1, 3, 16, 16)))
     assert (to_levels(half).float() - levels.float() / 2).abs().max() <= 0.5
+
+
+def test_tensors_of_levels_are_those_levels() -> None:
+    """`to_levels` alone would lower 63 of 256 levels by one."""
+    levels = torch.arange(256, dtype=torch.uint8).repeat(3).view(1, 3, 16, 16)
+    assert torch.equal(read_image(from_levels(levels))[0], levels[0])
+    assert torch.equal(read_image((levels.float() / 255) * 2 - 1)[0], levels[0])
 
 
 def test_an_edit_around_the_mask_keeps_the_images_own_size() -> None:

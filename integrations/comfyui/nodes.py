@@ -1,6 +1,8 @@
-"""ComfyUI nodes: Load, Accelerate, Generate, Stages, Compute mask."""
+"""ComfyUI nodes: Load, Accelerate, Generate, Edit, Stages, Compute mask."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import comfy.model_management
 import torch
@@ -82,6 +84,24 @@ class NextScaleAccelerate(io.ComfyNode):
         return io.NodeOutput(accelerated)
 
 
+def shown_stages(stages: int | None, preview: bool) -> Callable[[nextscale.Preview], None]:
+    """Returns what shows each stage; `stages` is their number, None where the image decides it."""
+    progress = ComfyAPISync().execution
+
+    def on_stage(shown: nextscale.Preview) -> None:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        picture, stage = shown.images()[0] if preview else None, shown.done.stage
+        most = stages or (stage.index + (1 if stage.last else 2))
+        progress.set_progress(value=stage.index + 1, max_value=most, preview_image=picture)
+
+    return on_stage
+
+
+def told(output: nextscale.Output) -> str:
+    report = output.report
+    return f"{report.model}, {report.method}: {report.seconds:.2f} s, {report.cost_share:.0%} of the MACs of dense generation"
+
+
 class NextScaleGenerate(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -131,13 +151,6 @@ class NextScaleGenerate(io.ComfyNode):
     ) -> io.NodeOutput:
         model, chosen_aspect = pipeline.pipeline, None if aspect == ASPECTS[0] else aspect
         schedule = model.settings.schedules.choose(read_size(size), chosen_aspect)
-        progress = ComfyAPISync().execution
-
-        def on_stage(shown: nextscale.Preview) -> None:
-            comfy.model_management.throw_exception_if_processing_interrupted()
-            picture = shown.images()[0] if preview else None
-            progress.set_progress(value=shown.done.stage.index + 1, max_value=len(schedule), preview_image=picture)
-
         output = model(
             read_prompts(model, "prompt", prompt, images),
             seed=seed,
@@ -147,11 +160,65 @@ class NextScaleGenerate(io.ComfyNode):
             method=pipeline.methods,
             compute_mask=compute_mask,
             keep_stages=True,
-            on_stage=on_stage,
+            on_stage=shown_stages(len(schedule), preview),
         )
-        report = output.report
-        told = f"{report.model}, {report.method}: {report.seconds:.2f} s, {report.cost_share:.0%} of the MACs of dense generation"
-        return io.NodeOutput(as_comfy(output.pixels), output, told)
+        return io.NodeOutput(as_comfy(output.pixels), output, told(output))
+
+
+class NextScaleEdit(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="NextScaleEdit",
+            display_name="Edit (nextscale)",
+            category=CATEGORY,
+            description="Changes images inside a mask, or all over without one. Pixels outside the mask stay as they are.",
+            inputs=[
+                Pipeline.Input("pipeline"),
+                io.Image.Input("image"),
+                io.Mask.Input("mask", optional=True, tooltip="White changes; empty, or none: everything"),
+                io.String.Input("prompt", multiline=True, default="a 3D icon of a red apple", tooltip="For class models a class number"),
+                io.Int.Input("seed", default=0, min=0, max=SEEDS, control_after_generate=True, tooltip="Image i takes seed + i"),
+                io.Float.Input("strength", default=0.0, min=0.0, max=1.0, step=0.05, tooltip="Share of changed stages; 0: by the mask"),
+                io.Int.Input("grow", default=0, min=0, max=256, tooltip="Pixels by which the mask grows"),
+                io.Boolean.Input("hide", default=True, tooltip="Fill the hole from its surroundings; off: keep its coarse color"),
+                io.Boolean.Input("preview", default=True, tooltip="Decode and show every stage"),
+            ],
+            outputs=[
+                io.Image.Output("edited", display_name="image"),
+                Generated.Output("result", display_name="result"),
+                io.String.Output("report", display_name="report"),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        pipeline: Loaded,
+        image: torch.Tensor,
+        prompt: str,
+        seed: int,
+        strength: float,
+        grow: int,
+        hide: bool,
+        preview: bool,
+        mask: torch.Tensor | None = None,
+    ) -> io.NodeOutput:
+        model = pipeline.pipeline
+        mask = mask if mask is not None and mask.any() else None  # ComfyUI gives an image without alpha a mask of zeros
+        fill = None if mask is None else "surroundings" if hide else "original"
+        output = model.edit(
+            2 * image.permute(0, 3, 1, 2) - 1,
+            read_prompts(model, "prompt", prompt, len(image)),
+            mask=None if mask is None else mask[:, None],
+            strength=strength or None,
+            options=nextscale.EditOptions(grow=grow, fill=fill),
+            seed=seed,
+            method=pipeline.methods,
+            keep_stages=True,
+            on_stage=shown_stages(None, preview),
+        )
+        return io.NodeOutput(as_comfy(output.pixels), output, told(output))
 
 
 class NextScaleStages(io.ComfyNode):
@@ -189,4 +256,4 @@ class NextScaleComputeMask(io.ComfyNode):
         return io.NodeOutput(mask, darkened(as_comfy(result.pixels), mask))
 
 
-NODES = (NextScaleLoad, NextScaleAccelerate, NextScaleGenerate, NextScaleStages, NextScaleComputeMask)
+NODES = (NextScaleLoad, NextScaleAccelerate, NextScaleGenerate, NextScaleEdit, NextScaleStages, NextScaleComputeMask)

@@ -78,7 +78,7 @@ def stages_as_comfy(output: nextscale.Output) -> Tensor:
     height, width = output.report.size
     assert output.stages is not None  # kept by Generate
     with torch.inference_mode():
-        decoded = [output.stages.tokenizer.decode(latent).float() for latent in output.stages.latents]
+        decoded = [output.stages.pixels(stage).float() for stage in range(len(output.stages))]
         sized = [F.interpolate(pixels, size=(height, width), mode="bilinear") for pixels in decoded]  # FlexVAR's grow with the stage
     return as_comfy(torch.cat(sized).clone())
 

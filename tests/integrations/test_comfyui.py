@@ -54,7 +54,7 @@ def generate(nodes: dict[str, Any], pipeline: Any, prompt: str = "an apple", ima
 
 def test_all_nodes_are_there(nodes: dict[str, Any]) -> None:
     shown = {node.define_schema().display_name.removesuffix(" (nextscale)") for node in nodes.values()}
-    assert shown == {"Load", "Accelerate", "Generate", "Stages", "Compute mask"}
+    assert shown == {"Load", "Accelerate", "Generate", "Edit", "Stages", "Compute mask"}
     assert all(name.startswith("NextScale") for name in nodes), "names are global in ComfyUI"
 
 
@@ -84,6 +84,26 @@ def test_an_image_is_that_of_the_library(nodes: dict[str, Any]) -> None:
     shown = [Image.fromarray((one.numpy() * 255).astype("uint8")) for one in image]
     assert [one.tobytes() for one in shown] == [one.tobytes() for one in expected.images]
     assert report.startswith("tiny-infinity, dense: ") and report.endswith("100% of the MACs of dense generation")
+
+
+def test_an_edit_changes_the_mask_alone(nodes: dict[str, Any], comfy: Comfy) -> None:
+    levels = torch.randint(0, 256, (2, HEIGHT, WIDTH, 3), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    image, mask = levels.float() / 255, torch.zeros(1, HEIGHT, WIDTH)
+    mask[:, :4, :3] = 1
+
+    def edited(strength: float = 0.0, **linked: Any) -> tuple[Any, ...]:
+        widgets = ["an apple", 7, "fixed", strength, 0, True, True]
+        return run_node(nodes["NextScaleEdit"], {"pipeline": loaded(nodes), "image": image} | linked, widgets)
+
+    found, result, report = edited(mask=mask)
+    kept = mask[0] == 0
+    assert torch.equal((found * 255).to(torch.uint8)[:, kept], levels[:, kept])
+    assert not torch.equal((found * 255).to(torch.uint8), levels)
+    assert "NearMask" in report and len(comfy.progress) == STAGES
+    [stages] = run_node(nodes["NextScaleStages"], {"result": result}, [])
+    assert stages.shape[0] == 2 * STAGES and torch.equal((stages * 255).to(torch.uint8)[:2, kept], levels[:, kept])
+    everywhere = edited(strength=1.0, mask=torch.zeros(1, 64, 64))[0]  # what Load Image gives without alpha
+    assert torch.equal(everywhere, edited(strength=1.0)[0]) and not torch.equal(everywhere, found)
 
 
 def test_every_stage_is_shown(nodes: dict[str, Any], comfy: Comfy) -> None:
