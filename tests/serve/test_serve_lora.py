@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import nextscale
 from nextscale import lora
 from nextscale.io import to_pil
 from nextscale.pipeline import Pipeline
 from tests.helpers.serving import PATH, Live, live
+from tests.helpers.studio import CHROMIUM, chromium, visit
 from tests.helpers.tiny import fresh_pipeline
-from tests.test_lora import updates, write
+from tests.test_lora import targets, updates, write
 
 NAMES = ("ink", "toy", "wax")
 
@@ -119,3 +121,26 @@ def test_adapters_used_last_stay_in_memory(folder: Path, monkeypatch: pytest.Mon
     assert pipe.loras.names == ["ink", "wax"]
     again = pipe(1, seed=0, lora={})
     assert bool((again.latent == base.latent).all())
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_the_studio_weighs_adapters(folder: Path) -> None:
+    pipe = nextscale.load("nano", device="cpu")
+    adapters = folder.parent / "nano-adapters"
+    write(adapters / "ink", updates(pipe, targets(pipe)[:2], size=0.05))
+    with live({"nano": pipe}, lora_dir=adapters) as running, chromium() as browser, visit(browser, running.url) as page:
+        slider = page.locator(".adapters label", has_text="ink").locator("input")
+        slider.fill("0.5")
+        assert "0.5" in page.inner_text(".adapters")
+        page.click("#send")
+        page.wait_for_selector("#stop")
+        page.wait_for_selector("#send")
+        assert [(one.name, one.scale) for one in pipe.loras.applied] == [("ink", 0.5)]
+        page.reload()
+        assert page.locator(".adapters input").input_value() == "0.5"
+        slider.fill("0")
+        page.click("#send")
+        page.wait_for_selector("#stop")
+        page.wait_for_selector("#send")
+        assert pipe.loras.applied == ()

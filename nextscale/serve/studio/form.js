@@ -7,7 +7,7 @@ import { aspectOf, aspectsOf, resized, sidesOf, spelled, stagesOf } from "./size
 import { carriedOver, DENSE, methodsOf, nameOf, speedsOf } from "./speeds.js";
 
 const FIELDS = { width: "size", height: "size", aspect: "size", n: "size" }; // fields of requests that stand in another one here
-const OWN = ["prompt", "negative_prompt", "method", "size", "seed", "guidance_scale", "model"];
+const OWN = ["prompt", "negative_prompt", "method", "size", "seed", "guidance_scale", "model", "lora"];
 const HIDDEN = ["negative_prompt", "guidance_scale", "model"]; // under "Advanced"
 
 const WIDE = matchMedia("(min-width: 800px)"); // options are always open and beside the picture, as in style.css
@@ -26,7 +26,7 @@ export function Form({ options, settings, change, submit, busy, stop, label, err
   const [advanced, setAdvanced] = useState(Boolean(settings.negative_prompt || settings.guidance_scale));
   const form = useRef(null);
   const resize = (size, from = model, to = model) =>
-    change({ model: to.id, size, method: carriedOver(settings.method, speedsOf(from, settings.size), speedsOf(to, size)) });
+    change({ model: to.id, size, ...(to === from ? {} : { lora: [] }), method: carriedOver(settings.method, speedsOf(from, settings.size), speedsOf(to, size)) });
   const chooseModel = (event) => {
     const chosen = options.models.find((one) => one.id === event.target.value);
     resize(chosen.size, model, chosen);
@@ -69,6 +69,7 @@ export function Form({ options, settings, change, submit, busy, stop, label, err
             <span class="joined"><input inputmode="numeric" pattern="\\s*[0-9]*\\s*" title="a whole number up to 9223372036854775807" placeholder="random" ...${field("seed")} />
             <button type="button" title="Another seed" aria-label="Another seed" onClick=${() => change({ seed: String(randomSeed()) })}>⚄</button></span>
           <//>
+          ${model.adapters.length > 0 && html`<${Adapters} names=${model.adapters} chosen=${settings.lora} change=${(lora) => change({ lora })} problem=${problem("lora")} />`}
           ${Object.keys(settings.carried).length > 0 && html`
             <p class="soft" id="carried">As in the restored picture: ${Object.entries(settings.carried).map(([name, value]) => `${name} ${JSON.stringify(value)}`).join(", ")}.
             ${" "}<button type="button" class="link" onClick=${() => change({ carried: {} })}>Leave out</button></p>`}
@@ -103,6 +104,21 @@ function Speed({ model, settings, change, problem, compared }) {
     ${shown
       ? html`<${MethodInput} id="method" label="Method" methods=${namedMethods(speeds, methodsOf(model, settings.size))} value=${settings.method} onChoose=${(method) => (setMore(true), change({ method }))} problem=${problem} />`
       : html`<p class="soft about" title=${current.source}>${current.about}</p>`}
+  `;
+}
+
+/** A slider per adapter of the server; 0 leaves it out. */
+function Adapters({ names, chosen, change, problem }) {
+  const scaleOf = (name) => chosen.find((one) => one.name === name)?.scale || 0;
+  const weigh = (name, scale) => change([...chosen.filter((one) => one.name !== name), ...(scale ? [{ name, scale }] : [])]);
+  return html`
+    <fieldset class="adapters">
+      <legend>Adapters</legend>
+      ${names.map((name) => html`
+        <label>${name} <output class="soft">${scaleOf(name) || "off"}</output>
+          <input type="range" min="0" max="1.5" step="0.1" value=${scaleOf(name)} onInput=${(event) => weigh(name, Number(event.target.value))} /></label>`)}
+      <${Problem} id="lora" text=${problem} />
+    </fieldset>
   `;
 }
 

@@ -18,6 +18,7 @@ export const defaults = (options) => ({
   size: options.models[0].size,
   method: options.method,
   guidance_scale: "",
+  lora: [], // {name, scale} of the adapters that are applied
   carried: {},
 });
 
@@ -29,15 +30,19 @@ export function firstSettings(options) {
   try {
     const last = JSON.parse(localStorage.getItem(KEPT));
     const model = options.models.find((one) => one.id === last.model);
-    return model?.sizes.some(({ size }) => size === last.size) ? { ...fresh, ...last } : fresh;
+    return model?.sizes.some(({ size }) => size === last.size) ? { ...fresh, ...last, lora: servedOf(model, last.lora) } : fresh;
   } catch {
     return fresh;
   }
 }
 
+/** Adapters that a model has. */
+const servedOf = (model, lora) => (Array.isArray(lora) ? lora.filter(({ name }) => model?.adapters.includes(name)) : []);
+
 /** The fields of a request; those that are empty are left to the server. */
 export function requestOf(settings) {
   const body = { ...settings.carried, model: settings.model, prompt: settings.prompt, size: settings.size, method: settings.method };
+  if (settings.lora.length) body.lora = settings.lora;
   if (settings.negative_prompt.trim()) body.negative_prompt = settings.negative_prompt;
   if (String(settings.seed).trim() !== "") body.seed = String(settings.seed).trim();
   if (settings.guidance_scale.trim()) body.guidance_scale = scales(settings.guidance_scale);
@@ -67,6 +72,7 @@ export function restored(found, current, options) {
     size: offered ? found.size : served ? served.size : current.size,
     method: text("method", "dense"),
     guidance_scale: text("guidance_scale", ""),
+    lora: servedOf(model, found.lora),
     carried: Object.fromEntries(CARRIED.filter((name) => name in found).map((name) => [name, found[name]])),
   };
 }
