@@ -122,7 +122,7 @@ class Loras:
         self.default = self._applied
 
     def use(self, scales: Scales | None, nested: bool) -> None:
-        """Applies adapters to one call. nested: True inside another call, whose weights must not change."""
+        """Applies adapters to one call. nested: True inside another call, during which weights must not change."""
         if scales is not None:
             self._load_offered(dict(scales) if isinstance(scales, Mapping | tuple) else {})
         wanted = self.default if scales is None else self.checked(scales)
@@ -147,7 +147,7 @@ class Loras:
 
     @torch.no_grad()
     def apply(self, scales: Scales) -> None:
-        """Makes the weights those of the base plus these adapters. Layers that no changed adapter touches stay as they are."""
+        """Sets the weights to the base plus these adapters. Only layers of adapters whose scale changes are written."""
         begun, wanted = time.perf_counter(), self.checked(scales)
         changed = {name for name in {*wanted, *self._applied} if wanted.get(name) != self._applied.get(name)}
         layers = sorted({layer for name in changed for layer in self._adapters[name].updates})

@@ -336,7 +336,7 @@ class Pipeline:
 
         Args:
             source: PEFT folder, safetensors file (PEFT, diffusers or kohya), or the name of a repository on the hub.
-            scale: 0 keeps the adapter loaded and the weights those of the base, bit for bit.
+            scale: 0 keeps the adapter loaded and leaves the base weights, bit for bit.
 
         Raises:
             CheckpointError: the file is damaged, is not a LoRA, or does not fit the model. Nothing is applied then.

@@ -88,7 +88,7 @@ class AdapterLinear(nn.Module):
 
 
 class Adapters(nn.Module):
-    """The trained layers of a model by their published names."""
+    """Trained layers of a model by their published names."""
 
     def __init__(self, model: Infinity, settings: LoraTraining) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ def read_captioned(data: Path) -> list[Captioned]:
         records, contents = read_records(data)
         found = [Captioned(record.file, record.caption, content) for record, content in zip(records, contents, strict=True)]
     if len(found) < 2:
-        raise PromptError(f"{data} must have at least 2 pictures with captions, one of which is held out; got {len(found)}.")
+        raise PromptError(f"{data} must have at least 2 pictures with captions (one is held out); got {len(found)}.")
     return found
 
 
