@@ -27,10 +27,10 @@ PROMPTS = (
     "a 3D icon of a red apple",
     "a photo of a blue t-shirt",
     "a 3D render of a fox",
-    "a glossy emoji of a sailboat",
-    "a flat icon of a rocket",
+    "a glossy emoji of a blue heart",
+    "a flat icon of a purple eggplant",
     "an android style emoji of a cactus",
-    "a simple cartoon emoji of a penguin in twitter style",
+    "a twitter style icon of a green apple",
     "a photo of a red dress",
 )
 """One or two of every style in which nano was trained."""

@@ -27,7 +27,10 @@ from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEnco
 from nextscale.tokenizers import InfinityTokenizer
 from tests.helpers.cli import run_cli
 from training import export
+from training.colors import WORDS
 from training.export import MOST_BYTES, write_bundle
+from training.rules import looks, whole
+from training.wording import COLOR
 
 FILES = ("model.safetensors", "tokenizer.safetensors", "words.safetensors")
 SMALLEST = 128  # pixels
@@ -232,6 +235,25 @@ def test_the_words_of_the_demo_are_known(embedded: Path) -> None:
     vocabulary = WordTextEncoder.load(embedded / FILES[2]).vocabulary
     for prompt in PROMPTS:
         assert len(vocabulary.split(prompt)) == len(prompt.replace("-", " ").split()), prompt
+
+
+def test_prompts_of_the_readme_and_the_demo_show_their_color_and_are_whole(embedded: Path) -> None:
+    """Photographs have no plain background, by which the rule for wholeness knows the subject."""
+    asked = list(dict.fromkeys([*PROMPTS, *readme_prompts()]))
+    pixels = nextscale.load("nano", device="cpu")(asked, seed=[0] * len(asked), size=256).pixels
+    drawn = {prompt: WORDS[word] for prompt, word in zip(asked, looks(pixels).words().tolist(), strict=True)}
+    colored = {prompt: word for prompt in asked for word in COLOR.findall(prompt)}
+    assert {prompt: drawn[prompt] for prompt in colored} == colored
+    assert len(colored) >= 6
+    assert [prompt for prompt, kept in zip(asked, whole(pixels), strict=True) if not kept and "photo" not in prompt] == []
+
+
+def readme_prompts() -> list[str]:
+    """Everything that the README asks nano for."""
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    commands = [line for line in page.splitlines() if line.startswith("nextscale generate") and " -m " not in line]
+    calls = re.findall(r"pipe\((.*?)(?:, seed|\))", page)
+    return [prompt for text in [*commands, *calls] for prompt in re.findall(r'"(an? [^"]+)"', text)]
 
 
 def test_the_embedded_model_needs_no_network_and_no_further_package(embedded: Path, tmp_path: Path) -> None:
