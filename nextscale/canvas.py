@@ -1,7 +1,7 @@
-"""The image while it is generated: how a stage's codes change the latent, and what the next stage sees of it.
+"""The canvas: adds each stage's codes to the latent, and makes the next stage's input from it.
 
-Residual canvases (VAR, STAR, HART, Infinity) keep a sum at the final size to which every stage adds; the replaced canvas (FlexVAR)
-keeps the latest map only.
+Residual canvases (VAR, STAR, HART, Infinity) keep a sum at the final size to which every stage adds. The replaced canvas (FlexVAR) keeps
+the latest map only.
 """
 
 from __future__ import annotations
@@ -14,52 +14,52 @@ from torch import Tensor
 
 from .stage import Schedule, Stage, Tokens, resize_area
 
-# --- what canvases ask of their tokenizers
+# --- protocols of tokenizers
 
 
 class LatentDecoder(Protocol):
     def decode(self, latent: Tensor) -> Tensor:
-        """Latent [B, Z, h, w] to images [B, 3, H, W], float32."""
+        """Decodes a latent [B, Z, h, w] to images [B, 3, H, W], float32."""
         ...
 
 
 class CodebookTokenizer(LatentDecoder, Protocol):
     @property
     def codebook(self) -> Tensor:
-        """The vectors of all codes, [V, Z]."""
+        """Vectors of all codes, [V, Z]."""
         ...
 
 
 class BlendingTokenizer(CodebookTokenizer, Protocol):
     def blend(self, grid: Tensor, stage: int, stages: int) -> Tensor:
-        """What a stage's upsampled map [B, Z, H, W] adds to the latent."""
+        """Returns the addition of a stage's upsampled map [B, Z, H, W] to the latent."""
         ...
 
 
 class BitTokenizer(LatentDecoder, Protocol):
     @property
     def bits(self) -> int:
-        """Bits per latent cell."""
+        """Number of bits per latent cell."""
         ...
 
     @property
     def cells(self) -> int:
-        """Latent cells along one side of a token."""
+        """Number of latent cells along one side of a token."""
         ...
 
     @property
     def device(self) -> torch.device: ...
 
     def signs(self, bits: Tensor) -> Tensor:
-        """Bits 0 and 1 to vectors of unit length per latent cell."""
+        """Returns bits 0 and 1 as vectors of unit length per latent cell."""
         ...
 
     def spread_cells(self, tokens: Tensor) -> Tensor:
-        """Maps of tokens [B, bits per token, h, w] to maps of latent cells [B, bits, cells * h, cells * w]."""
+        """Returns maps of tokens [B, bits per token, h, w] as maps of latent cells [B, bits, cells * h, cells * w]."""
         ...
 
     def gather_cells(self, latent: Tensor) -> Tensor:
-        """The inverse of `spread_cells`."""
+        """Reverses `spread_cells`."""
         ...
 
 
@@ -67,17 +67,17 @@ class BitTokenizer(LatentDecoder, Protocol):
 
 
 class Canvas:
-    """Base of all canvases, whose stages consist of codes alone unless they say otherwise."""
+    """Base of all canvases, whose stages consist of codes only, unless a subclass adds more."""
 
     tokenizer: LatentDecoder
-    latent: Tensor  # [B, Z, H, W], float32: what the tokenizer decodes
+    latent: Tensor  # [B, Z, H, W], float32, the input of the decoder
 
     def input(self, stage: Stage) -> Tensor | None:
-        """What the transformer reads at `stage`: [B, cells, Z], or None at the first stage, which starts from the condition."""
+        """Returns the input of the transformer at `stage`, [B, cells, Z]; None at the first stage, which starts from the condition."""
         raise NotImplementedError
 
     def vectors(self, codes: Tensor) -> Tensor:
-        """What codes [B, N, ...] stand for in the latent, [B, N, Z]."""
+        """Returns the latent vectors [B, N, Z] of codes [B, N, ...]."""
         raise NotImplementedError
 
     def grid(self, codes: Tensor, tokens: Tokens) -> Tensor:
@@ -97,32 +97,35 @@ class Canvas:
         raise TypeError(f"{type(self).__name__} takes codes alone, no continuous values")
 
     def skip(self, stage: Stage) -> None:
-        """Goes on without the codes of this stage: what earlier stages have added stays as it is."""
+        """Skips this stage: the latent stays as it is."""
 
     def decode(self) -> Tensor:
-        """The images [B, 3, H, W] as generated so far; FlexVAR's grow with the stage."""
+        """Returns the images [B, 3, H, W] as generated so far; FlexVAR's grow with the stage."""
         return self.tokenizer.decode(self.latent)
 
 
 def to_map(rows: Tensor, stage: Stage) -> Tensor:
-    """[B, cells, Z] to [B, Z, h, w]."""
+    """Returns values [B, cells, Z] as a map [B, Z, h, w]."""
     return rows.transpose(1, 2).unflatten(2, stage.size)
 
 
 def to_rows(grid: Tensor) -> Tensor:
-    """[B, Z, h, w] to [B, h * w, Z]."""
+    """Returns a map [B, Z, h, w] as values [B, h * w, Z]."""
     return grid.flatten(2).transpose(1, 2)
 
 
 def to_channels_last(grid: Tensor) -> Tensor:
-    """Channels last on a GPU, where torch resizes such maps with a thread per number, and others with a thread per pixel: 32 maps of
-    64 x 64 with 32 channels take 0.1 ms so on an H200. Elsewhere one channel after another."""
+    """Returns the memory format for resizing: channels last on a GPU, where torch then resizes with a thread per number instead of a thread
+    per pixel.
+
+    32 maps of 64 x 64 with 32 channels take 0.1 ms in this format on an H200.
+    """
     return grid.contiguous(memory_format=torch.channels_last if grid.is_cuda else torch.contiguous_format)
 
 
 def on_grid(rows: Tensor, tokens: Tokens) -> Tensor:
-    """Values [B, N, Z] of some tokens as the stage's map [B, Z, h, w], zero where a token is absent."""
-    if tokens.index is None:  # none is absent, and no zeros are needed
+    """Returns values [B, N, Z] of some tokens as the stage's map [B, Z, h, w], zero if a token is absent."""
+    if tokens.index is None:  # all cells are present; no zeros are needed
         return to_map(rows, tokens.stage)
     return to_map(tokens.scatter(rows, rows.new_zeros(rows.shape[0], tokens.stage.cells, rows.shape[2])), tokens.stage)
 
@@ -142,7 +145,7 @@ class ResidualCanvas(Canvas):
         return None if stage.index == 0 else to_rows(resize_area(self.latent, stage.size))
 
     def vectors(self, codes: Tensor) -> Tensor:
-        """Code numbers [B, N], or mixtures over the codebook [B, N, V]."""
+        """Returns the vectors of code numbers [B, N], or of mixtures over the codebook [B, N, V]."""
         return codes @ self.tokenizer.codebook if codes.is_floating_point() else self.tokenizer.codebook[codes]
 
     def write(self, grid: Tensor, stage: Stage) -> None:
@@ -182,7 +185,7 @@ class BitCanvas(Canvas):
         return to_rows(self.tokenizer.gather_cells(F.interpolate(self.latent, size=size, mode="bilinear")))
 
     def vectors(self, codes: Tensor) -> Tensor:
-        """Bits [B, N, bits per token], 0 or 1; the cells of a token side by side."""
+        """Returns the vectors of bits [B, N, bits per token], 0 or 1; the cells of a token are side by side."""
         return self.tokenizer.signs(codes)
 
     def write(self, grid: Tensor, stage: Stage) -> None:
@@ -193,7 +196,7 @@ class BitCanvas(Canvas):
 
 
 class ReplacedCanvas(Canvas):
-    """FlexVAR: each stage generates the whole image anew, so only the latest map counts."""
+    """FlexVAR: each stage generates the whole image again, so only the latest map counts."""
 
     def __init__(self, tokenizer: CodebookTokenizer, schedule: Schedule, batch: int) -> None:
         self.tokenizer = tokenizer
@@ -204,11 +207,11 @@ class ReplacedCanvas(Canvas):
         return None if stage.index == 0 else to_rows(self._resized(stage))
 
     def vectors(self, codes: Tensor) -> Tensor:
-        """Code numbers [B, N]."""
+        """Returns the vectors of code numbers [B, N]."""
         return self.codebook[codes]
 
     def grid(self, codes: Tensor, tokens: Tokens) -> Tensor:
-        """Absent tokens keep the previous estimate."""
+        """Puts the map on the canvas; absent tokens keep the previous estimate."""
         previous = to_rows(self._resized(tokens.stage)) if tokens.index is not None else self.latent
         return to_map(tokens.scatter(self.vectors(codes), previous), tokens.stage)
 

@@ -22,7 +22,7 @@ FP8_FROM = (8, 9)  # compute capability
 
 
 def choose_device(wanted: str | torch.device | None) -> torch.device:
-    """The one asked for if it is there; by default the GPU if there is one."""
+    """Returns the given device if it exists; by default the GPU if there is one."""
     if wanted is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", str(wanted)):
@@ -36,7 +36,7 @@ def choose_device(wanted: str | torch.device | None) -> torch.device:
 
 
 def choose_dtype(wanted: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The one asked for; by default bfloat16 on a GPU and float32 on the CPU."""
+    """Returns the given dtype; by default bfloat16 on a GPU and float32 on the CPU."""
     dtype = wanted or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if dtype not in DTYPES:
         raise SettingError(f"dtype {dtype}: choose one of {', '.join(str(known) for known in DTYPES)}")
@@ -44,7 +44,7 @@ def choose_dtype(wanted: torch.dtype | None, device: torch.device) -> torch.dtyp
 
 
 def check_quantize(wanted: str | None, device: torch.device, dtype: torch.dtype) -> Quantize | None:
-    """The format of the weights if such a device can multiply them; SettingError with the alternatives if not."""
+    """Returns the format of the weights if the device can multiply them; else raises SettingError with the alternatives."""
     chosen = next((known for known in FORMATS if known == wanted), None)
     if wanted is None or chosen == "int8":
         return chosen
@@ -64,7 +64,7 @@ def check_quantize(wanted: str | None, device: torch.device, dtype: torch.dtype)
 
 
 def check_quantized_dtype(quantize: Quantize | None, dtype: torch.dtype) -> None:
-    """SettingError where products of such weights have no results of this dtype, on whatever device."""
+    """Raises SettingError if products of such weights have no results of this dtype on any device."""
     if quantize == "fp8" and dtype == torch.float32:
         raise SettingError(f"quantize 'fp8' gives results in half precision, and dtype is {dtype}: choose bfloat16 or float16, or int8")
 
@@ -78,7 +78,7 @@ def place(module: nn.Module, device: torch.device, dtype: torch.dtype, float32: 
 
 
 def choose_kv_dtype(wanted: KvDtype | None) -> KvDtype | None:
-    """What keys and values are kept in; None: in the dtype of the model."""
+    """Returns the type of keys and values; None is the dtype of the model."""
     if wanted is not None and wanted not in get_args(KvDtype):
         raise SettingError(f"kv_dtype {wanted!r}: choose {', '.join(get_args(KvDtype))}, or leave it out to keep them as they are computed")
     return wanted
@@ -88,7 +88,7 @@ def choose_kv_dtype(wanted: KvDtype | None) -> KvDtype | None:
 
 
 class DeviceLock:
-    """One caller at a time on a device, since captured graphs share their memory. A call from inside another does not wait."""
+    """Lock of a device for one caller at a time, since captured graphs share their memory. Nested calls do not wait."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -96,7 +96,7 @@ class DeviceLock:
 
     @contextmanager
     def held(self) -> Iterator[bool]:
-        """Waits for its turn; yields whether the same thread is inside another call already."""
+        """Waits for the device; yields True inside another call of the same thread."""
         with self._lock:
             self._depth += 1
             try:
@@ -105,7 +105,7 @@ class DeviceLock:
                 self._depth -= 1
 
 
-_LOCKS: dict[torch.device, DeviceLock] = {}  # of the process, as devices are: several pipelines may share one
+_LOCKS: dict[torch.device, DeviceLock] = {}  # shared by all pipelines of the process
 
 
 def device_lock(device: torch.device) -> DeviceLock:
@@ -130,7 +130,7 @@ class Timer:
         self._stops[what, stage] = self._now()
 
     def lap(self, what: str, stage: int) -> None:
-        """Ends a segment where that of the next stage begins."""
+        """Ends a segment at the start of the next stage's."""
         self._stops[what, stage] = self._starts[what, stage + 1] = self._now()
 
     @contextmanager
@@ -140,7 +140,7 @@ class Timer:
         self.stop(what, stage)
 
     def seconds(self, what: str, stage: int = 0) -> float | None:
-        """Length of a segment; None where it was not measured."""
+        """Returns the length of a segment; None if it was not measured."""
         if (what, stage) not in self._stops:
             return None
         start, stop = self._starts[what, stage], self._stops[what, stage]
@@ -158,7 +158,7 @@ class Timer:
 
 
 def hardware_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's kind."""
+    """Returns the GPU's name, or the processor's kind."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}"
 
 
@@ -168,9 +168,9 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Returns the peak memory in bytes, on the CPU that of the process; 0 if the system does not report it."""
+    """Returns the peak memory in bytes, for the CPU the peak of the process; 0 if the system does not report it."""
     if device.type == "cuda":
-        # What `max_memory_allocated` says, which puts all statistics into a sorted dictionary first.
+        # As `max_memory_allocated`, which first puts all statistics into a sorted dictionary.
         return torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {}).get("peak", 0)
     try:
         import resource  # POSIX only
@@ -180,7 +180,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device, captured: int = 0) -> int | None:
-    """Bytes that can still be allocated, or None where the system does not tell. `captured`: kept by captured graphs, for nobody else."""
+    """Returns the bytes that can still be allocated; None if the system does not report it. `captured`: bytes kept by captured graphs."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device) - captured
         return torch.cuda.mem_get_info(device)[0] + max(unused, 0)

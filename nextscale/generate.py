@@ -30,42 +30,42 @@ from .stage import Stage, Tokens
 
 @dataclass(frozen=True)
 class StageOutput:
-    """Shown after every stage. Skipped stages have no logits and no codes."""
+    """Output of a stage. Skipped stages have no logits and no codes."""
 
     stage: Stage
     canvas: Canvas
     rows: int = 0
-    num_tokens: float = 0  # tokens per row that ran through the blocks, the mean where rows are packed
-    counts: Tensor | None = None  # [B], those of each image without the padding; None: all of them
-    tokens: Tokens | None = None  # what the codes stand for
+    num_tokens: float = 0  # tokens per row that ran through the blocks, the mean if rows are packed
+    counts: Tensor | None = None  # [B], tokens of each image without padding; None: all
+    tokens: Tokens | None = None  # the cells of the codes
     logits: Tensor | None = None  # guided, with temperature; [B, N, V] or [B, N, bits, 2]
     ids: Tensor | None = None  # as sampled
     codes: Tensor | None = None  # as put on the canvas
-    residual: Tensor | None = None  # [B, N, Z], what the last stage added to its codes, of those tokens that have hidden states
+    residual: Tensor | None = None  # [B, N, Z], HART's addition to the codes of the last stage, for tokens with hidden states
     plan: StagePlan = DENSE
-    compute_mask: Tensor | None = None  # [B, cells], share of the network that was run for every cell; None: all of it, or not asked for
-    known_counts: tuple[int, ...] | None = None  # `counts`, where the host has read them
+    compute_mask: Tensor | None = None  # [B, cells], share of the network that ran for every cell; None: all of it, or not requested
+    known_counts: tuple[int, ...] | None = None  # `counts`, if the host has read them
 
     @property
     def skipped(self) -> bool:
         return self.tokens is None
 
     def without_logits(self) -> StageOutput:
-        """The same without its logits, which are large, for those who keep it."""
+        """Returns a copy without the logits, which are large."""
         return self if self.logits is None else replace(self, logits=None)
 
 
 @dataclass(eq=False)
 class StageState:
-    """Everything that changes from stage to stage."""
+    """State that changes from stage to stage."""
 
     run: MethodRun
     ctx: ForwardContext
     canvas: Canvas
     timer: Timer
-    constants: Sequence[object] = ()  # what captured graphs must keep
-    ragged: bool = False  # images have left different numbers of keys: later stages pack their rows too
-    unread: tuple[Tensor | None, ...] = ()  # what the canvas showed of stages whose codes are given, until the network reads them
+    constants: Sequence[object] = ()  # objects that captured graphs must keep
+    ragged: bool = False  # images have kept different numbers of keys: later stages pack their rows too
+    unread: tuple[Tensor | None, ...] = ()  # inputs of given stages that the network has not read yet
 
     def fork(self) -> StageState:
         """Returns a copy with the same tensors, so that a stage can be captured several times from here."""
@@ -74,7 +74,7 @@ class StageState:
         return replace(self, run=copy.copy(self.run), ctx=ctx, canvas=copy.copy(self.canvas))
 
     def tensors(self) -> list[Tensor]:
-        """Returns what later stages read and what depends on how many tokens were run. All forks share the memory of keys and values."""
+        """Returns the tensors that later stages read or that depend on the token counts. All forks share the memory of keys and values."""
         lengths = [cache.lengths for cache in self.ctx.cache if cache.lengths is not None]
         return [self.canvas.latent, *self.run.state(), *lengths]
 
@@ -101,13 +101,13 @@ def begin(model: NextScaleModel, cond: Conditioning, canvas: Canvas, request: Re
 
 
 def count_tokens(state: StageState, request: Request, stage: Stage) -> Tensor | None:
-    """Returns the number of tokens of each image [B] where the method chooses it now. All cells of a given stage are computed."""
+    """Returns the number of tokens of each image [B] if the method chooses it now. A stage with given codes computes all cells."""
     counts = state.run.count(stage, state.canvas)
     return None if stage.index < len(request.prefix_codes) else counts
 
 
 def packs(request: Request, planned: StagePlan) -> bool:
-    """Returns True if images that keep different numbers of tokens are packed. A single image is packed as it is.
+    """Returns True if images with different token counts are packed. A single image is not.
 
     Spans and caches of methods choose among the tokens of a row, and need padded rows.
     """
@@ -117,7 +117,7 @@ def packs(request: Request, planned: StagePlan) -> bool:
 def run_stage(
     model: NextScaleModel, request: Request, state: StageState, stage: Stage, counts: TokenCounts | None
 ) -> tuple[StageOutput, Tensor | None]:
-    """Runs a stage. Returns its output, and whether all numbers are finite; None if the stage is skipped."""
+    """Runs a stage. Returns its output, and a flag that is True if all numbers are finite; None if the stage is skipped."""
     run, ctx, canvas, batch, guidance = state.run, state.ctx, state.canvas, request.batch, request.guidance
     plan = run.plan(stage, request.plans[stage.index], counts)
     if plan.skip:
@@ -126,7 +126,7 @@ def run_stage(
         return StageOutput(stage, canvas, plan=plan), None
     if counts is not None and plan.num_tokens is not None:
         state.ragged |= counts.fewest < counts.most
-        if state.ragged and packs(request, plan):  # also where counts agree again: keys are read by lengths
+        if state.ragged and packs(request, plan):  # also after a stage of equal counts: keys are read by lengths
             plan = replace(plan, packed=counts.total)
     plan.check(len(model.blocks), guidance.layers)
     ctx.keep(plan.cfg_branches)
@@ -184,7 +184,7 @@ def entering(x: Tensor, stage: Stage, run: MethodRun, plan: StagePlan, request: 
 
 
 def propagated(hidden: HeadInputs, source: Tensor) -> Tensor:
-    """Returns hidden states [R, M, C] in which each token has that of its source [B, M].
+    """Returns hidden states [R, M, C] in which each token has the state of its source [B, M].
 
     HART's diffusion completes the code that each cell has sampled for itself: with the sources' residuals latents of random weights are 12
     to 28 % further from dense generation.
@@ -194,12 +194,12 @@ def propagated(hidden: HeadInputs, source: Tensor) -> Tensor:
 
 
 def all_finite(x: Tensor) -> Tensor:
-    """Whether all numbers are finite, as a scalar on the device: three launches, where `isfinite` alone takes four."""
+    """Returns a scalar tensor that is True if all values are finite. Takes three kernel launches (`isfinite` takes four)."""
     return (x * 0 == 0).all()
 
 
 def per_row(tokens: int, rows: int) -> float:
-    """The mean of all rows, a whole number where it is one."""
+    """Returns the mean over the rows, an int if possible."""
     return tokens / rows if tokens % rows else tokens // rows
 
 
@@ -225,22 +225,22 @@ def put_given(model: NextScaleModel, request: Request, state: StageState, plan: 
 
 
 def computed_shares(model: NextScaleModel, ctx: ForwardContext) -> Tensor | None:
-    """Returns the share of the sublayers that this stage has computed for every cell, [B, cells]; None if it was not counted."""
+    """Returns the share of the sublayers that ran for every cell, [B, cells]; None if it was not counted."""
     return None if ctx.computed is None else ctx.computed.take(sum(block.num_sublayers for block in model.stack))
 
 
 def as_measured(plan: StagePlan, ctx: ForwardContext) -> StagePlan:
-    """The plan with the numbers of tokens that its spans have found while they ran."""
+    """Returns the plan with the token counts that its spans found at run time."""
     measured, ctx.measured = ctx.measured, {}
     return replace(plan, spans=tuple(measured.get(span.layers, span) for span in plan.spans)) if measured else plan
 
 
 def revised(model: NextScaleModel, revise: Revise, codes: Tensor, tokens: Tokens) -> Tensor:
-    """Returns what the caller makes of the codes of `tokens`, which it sees on the stage's whole grid."""
+    """Returns the codes of `tokens` as changed by `revise`, which gets the stage's whole grid."""
     stage = tokens.stage
     name, shown = f"what revise returns for stage {stage.index}", tokens.move(codes, Tokens(stage))
     changed = checked_codes(name, revise(stage, shown), model, stage, len(shown))
-    changed = Tokens(stage).move(changed, tokens)  # what is returned for other cells is ignored
+    changed = Tokens(stage).move(changed, tokens)  # values for other cells are ignored
     require_known([changed], name, model)
     return changed
 
@@ -248,7 +248,7 @@ def revised(model: NextScaleModel, revise: Revise, codes: Tensor, tokens: Tokens
 def run_blocks(
     model: NextScaleModel, x: Tensor, tokens: Tokens, ctx: ForwardContext, plan: StagePlan, guidance: ResolvedGuidance, run: MethodRun
 ) -> Tensor:
-    """All blocks in order; a plan's spans run groups of them their own way."""
+    """Runs all blocks in order; a plan's spans run groups of them."""
     blocks = model.stack
     spans = {span.layers.start: span for span in plan.spans}
     for start, stop in pairwise(boundaries(len(blocks), plan, guidance)):
@@ -272,7 +272,7 @@ def run_blocks(
 
 @contextmanager
 def reporting(segment: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Iterator[None]:
-    """Counts the sublayers of a segment as computed for all tokens that enter, unless a span has reported what it computed."""
+    """Counts the sublayers of a segment as computed for all tokens that enter, unless a span has reported its own count."""
     if ctx.computed is None:
         yield
         return
@@ -283,9 +283,9 @@ def reporting(segment: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardC
 
 
 def boundaries(depth: int, plan: StagePlan, guidance: ResolvedGuidance) -> list[int]:
-    """Numbers of blocks after which hidden states are asked for: around spans and observed blocks, and after guided ones.
+    """Returns the block numbers at which segments end: around spans and observed blocks, and after guided ones.
 
-    Where one cfg branch runs alone, a span may hide blocks after which both would be guided.
+    If one cfg branch runs alone, a span may contain guided blocks.
     """
     spans = {edge for span in plan.spans for edge in (span.layers.start, span.layers.stop)}
     observed = {edge for layer in plan.observed for edge in (layer, layer + 1)}
@@ -294,14 +294,14 @@ def boundaries(depth: int, plan: StagePlan, guidance: ResolvedGuidance) -> list[
 
 
 def observed(block: Block, x: Tensor, tokens: Tokens, ctx: ForwardContext, run: MethodRun) -> Tensor:
-    """The block's output, which the method sees beside its input."""
+    """Returns the block's output, and shows it to the method with its input."""
     out = block(x, tokens, ctx)
     run.observe(block.layer, x, out, tokens)
     return out
 
 
 def require_finite(failed: Sequence[int], stages: int) -> None:
-    """`failed`: stages whose numbers were not."""
+    """Raises NonFiniteLogits if a stage has failed."""
     if failed:
         raise NonFiniteLogits(
             f"the network's output was NaN or infinite at stage {failed[0]} of {stages}. In float16 this is overflow:"

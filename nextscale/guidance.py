@@ -1,7 +1,7 @@
-"""Classifier-free guidance: how strongly each stage follows the condition.
+"""Classifier-free guidance: the scale per stage by which the output follows the condition.
 
-All published forms are one formula, guided = s * cond + (1 - s) * uncond, with a scale s per stage; they differ in how s follows from
-the stage. A scale of 1 is the conditional rows alone.
+All published forms are one formula, guided = s * cond + (1 - s) * uncond, with a scale s per stage, which each form computes differently. A
+scale of 1 runs only the conditional rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGEST_SCALE = 1e4  # guided logits stay far from float32's overflow at 3e38
 
 CfgBranch = Literal["cond", "uncond"]
 CfgBranches = Literal["both", "cond", "uncond"]
-"""Which rows of a guided request run: conditional and unconditional ones, or only those of one cfg branch."""
+"""Rows of a guided request that run: conditional and unconditional ones, or only the rows of one cfg branch."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Guidance:
     layers: tuple[int, ...] = ()
 
     def scales(self, schedule: Schedule) -> tuple[float, ...]:
-        """One scale per stage; a longer tuple is allowed, its tail only decides whether the second cfg branch runs at all."""
+        """Returns one scale per stage. A longer tuple is allowed; its tail only decides if the second cfg branch runs."""
         raise NotImplementedError
 
     def excess(self, schedule: Schedule) -> tuple[float, ...]:
-        """How far each scale lies above 1, without the rounding of the sum where a form knows better."""
+        """Returns each scale minus 1, without the rounding of the sum if a form can avoid it."""
         return tuple(scale - 1 for scale in self.scales(schedule))
 
     def with_strength(self, strength: float) -> Guidance:
@@ -45,7 +45,7 @@ class Guidance:
 
 @dataclass(frozen=True)
 class ConstantGuidance(Guidance):
-    """The same scale at every stage (Infinity; FlexVAR's demo). 1 is no guidance."""
+    """The same scale at every stage (Infinity; FlexVAR's demo). 1 means without guidance."""
 
     strength: float = 1.0
 
@@ -55,7 +55,7 @@ class ConstantGuidance(Guidance):
 
 @dataclass(frozen=True)
 class RampGuidance(Guidance):
-    """Guidance that grows with the stage (VAR, HART, STAR; FlexVAR's evaluation): scale 1 + strength * i / span. 0 is no guidance.
+    """Guidance that grows with the stage (VAR, HART, STAR; FlexVAR's evaluation): scale 1 + strength * i / span. 0 means without guidance.
 
     `span` is the last stage's index, at most `longest_span`. Stages wider than `full_above` take the full strength at once. With
     `last_repeats` the last stage is guided like the one before it (HART).
@@ -84,13 +84,13 @@ class RampGuidance(Guidance):
 
 @dataclass(frozen=True)
 class StageGuidance(Guidance):
-    """One scale per stage, written out."""
+    """An explicit scale per stage."""
 
     values: tuple[float, ...] = ()
 
     def scales(self, schedule: Schedule) -> tuple[float, ...]:
         if len(self.values) < len(schedule):
-            raise SettingError(f"{len(self.values)} guidance scales for {len(schedule)} stages: give one per stage, or a single number")
+            raise SettingError(f"guidance must be one number, or one per stage ({len(schedule)}); got {len(self.values)} guidance scales.")
         return self.values
 
     def with_strength(self, strength: float) -> Guidance:
@@ -101,7 +101,9 @@ GuidanceLike = Guidance | float | Sequence[float] | None
 
 
 def resolve_guidance(value: GuidanceLike, default: Guidance) -> Guidance:
-    """A number keeps the model's published form at that strength; a list is one scale per stage; None is the published setting."""
+    """Returns the guidance of an argument: a number keeps the model's published form, a list is one scale per stage, None is the published
+    setting.
+    """
     if value is None:
         return default
     if isinstance(value, Guidance):
@@ -115,7 +117,7 @@ def resolve_guidance(value: GuidanceLike, default: Guidance) -> Guidance:
 
 
 def mix(rows: Tensor, scale: float, batch: int) -> Tensor:
-    """The two halves of [2B, ...] as one [B, ...]; with only the conditional rows left, or scale 1, these as they are."""
+    """Returns the guided rows [B, ...] of [2B, ...]. With only the conditional rows left, or scale 1, returns these."""
     if rows.shape[0] == batch or scale == 1:
         return rows[:batch]
     cond, uncond = rows.chunk(2)
@@ -123,12 +125,14 @@ def mix(rows: Tensor, scale: float, batch: int) -> Tensor:
 
 
 class ResolvedGuidance:
-    """Guidance fixed for one schedule: which rows run, and how the two cfg branches become one."""
+    """Guidance fixed for one schedule: the rows that run, and the mixture of the two cfg branches."""
 
     def __init__(self, guidance: Guidance, schedule: Schedule, depth: int) -> None:
         for layer in guidance.layers:
             if not isinstance(layer, int) or not -depth < layer < depth:
-                raise SettingError(f"guidance after block {layer}: this model has blocks 0 to {depth - 1} (negative counts from the end)")
+                raise SettingError(
+                    f"guidance layers must be blocks of this model, 0 to {depth - 1}, or negative from the end; got {layer}."
+                )
         self.scales = tuple(guidance.scales(schedule))
         if not all(is_number(scale) and abs(scale) <= LARGEST_SCALE for scale in self.scales):
             raise SettingError(f"guidance scales must be numbers from {-LARGEST_SCALE:g} to {LARGEST_SCALE:g}; got {self.scales!r}")
@@ -141,16 +145,16 @@ class ResolvedGuidance:
 
     @property
     def key(self) -> Hashable:
-        """Equal where rows are guided in the same way at every stage."""
+        """Value that is equal if rows are guided in the same way at every stage."""
         return self.scales, self.excess, self.layers, self._logits, self._last, self._shares
 
     def with_decay(self, shares: Sequence[float]) -> ResolvedGuidance:
-        """The same guidance with this share, one per stage, of what its scale has above 1. Which rows run does not change."""
+        """Returns the same guidance with each scale's excess above 1 times this share, one per stage. The rows that run stay the same."""
         if all(share == 1 for share in shares):
             return self
         weaker = copy.copy(self)
         weaker._shares = tuple(shares)
-        above = zip(shares, self.excess, strict=False)  # a tail that no stage has stays as it is
+        above = zip(shares, self.excess, strict=False)  # a tail without stages stays as it is
         weaker.excess = (*(share * excess for share, excess in above), *self.excess[len(shares) :])
         weaker.scales = tuple(
             scale if excess == full else 1 + excess for scale, excess, full in zip(self.scales, weaker.excess, self.excess, strict=True)
@@ -158,22 +162,22 @@ class ResolvedGuidance:
         return weaker
 
     def output_scale(self, stage: Stage) -> float:
-        """Scale for the output of a stage; 1 where only hidden states are guided."""
+        """Returns the scale for the output of a stage; 1 if only hidden states are guided."""
         return self.scales[stage.index] if self._logits else 1.0
 
     def on_logits(self, out: Tensor, stage: Stage, batch: int) -> Tensor:
-        """Logits of all rows [R, ...] to guided ones [B, ...]."""
+        """Returns guided logits of the logits of all rows [R, ...]."""
         return mix(out, self.output_scale(stage), batch)
 
     def on_hidden(self, x: Tensor, stage: Stage, batch: int) -> Tensor:
-        """Hidden states [R, N, C] with both halves replaced by their mixture."""
+        """Returns hidden states [R, N, C] with both halves replaced by their mixture."""
         scale = self.scales[stage.index]
         if x.shape[0] == batch or scale == 1:
             return x
         return mix(x, scale, batch).repeat(2, 1, 1)
 
     def guide_as_last(self, out: Tensor, stage: Stage, batch: int) -> Tensor:
-        """Logits guided as at the last stage, whatever the stage; where a method fades guidance, by the share of `stage` alone."""
+        """Returns logits guided as at the last stage; if a method fades guidance, only by the share of `stage`."""
         share = self._shares[stage.index]
         scale = self._last if share == 1 else 1 + share * (self._last - 1)
         return mix(out, scale, batch) if self._logits else out[:batch]

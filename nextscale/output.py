@@ -23,7 +23,7 @@ from .tokenizers.base import Tokenizer
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """What there was after each stage; decoded when it is asked for."""
+    """The latents after each stage, decoded on demand."""
 
     latents: tuple[Tensor, ...]
     tokenizer: Tokenizer
@@ -34,29 +34,29 @@ class Stages:
 
     @torch.inference_mode()
     def images(self, stage: int) -> list[Image.Image]:
-        """All images of the batch as they would be if generation had stopped after this stage. FlexVAR's grow with the stage."""
+        """Returns the images of the batch as if generation had stopped after this stage. FlexVAR's grow with the stage."""
         return to_pil(self.pixels(stage))
 
     @torch.inference_mode()
     def pixels(self, stage: int) -> Tensor:
-        """The same as pixels [B, 3, H, W] in [-1, 1]."""
+        """Returns the same images as pixels [B, 3, H, W] in [-1, 1]."""
         return decoded(self.tokenizer, self.latents[stage], self.paste)
 
     @torch.inference_mode()
     def strip(self, image: int = 0) -> list[Image.Image]:
-        """One image of the batch after every stage."""
+        """Returns one image of the batch after every stage."""
         return [to_pil(decoded(self.tokenizer, latent, self.paste, [image]))[0] for latent in self.latents]
 
 
 @dataclass(frozen=True, eq=False)
 class Output:
-    """What a call returns. A notebook shows it by itself."""
+    """The result of a call. Notebooks display it."""
 
     pixels: Tensor  # [B, 3, H, W], the decoder's output, nominally in [-1, 1]
-    latent: Tensor  # what was decoded
-    codes: tuple[Tensor, ...]  # per stage that was run, as put on the canvas
+    latent: Tensor  # the decoder's input
+    codes: tuple[Tensor, ...]  # per stage that ran, as put on the canvas
     report: Report
-    compute_mask: tuple[Tensor, ...] | None = None  # per stage, with compute_mask=True: share of the network run for every cell, [B, h, w]
+    compute_mask: tuple[Tensor, ...] | None = None  # per stage, with compute_mask=True: share of the network run per cell, [B, h, w]
 
     stages: Stages | None = None  # with keep_stages=True
 
@@ -65,7 +65,7 @@ class Output:
 
     @cached_property
     def images(self) -> list[Image.Image]:
-        """Made when they are first asked for."""
+        """PIL images, made on first use."""
         return to_pil(self.pixels)
 
     def _repr_html_(self) -> str:
@@ -74,21 +74,21 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Preview:
-    """Given to `on_stage` after each stage."""
+    """State after a stage, for `on_stage`."""
 
-    done: StageOutput  # where captured graphs are replayed, without logits, and the next request writes into its tensors
-    latent: Tensor  # a copy of what the canvas held after this stage
+    done: StageOutput  # without logits if a captured graph was replayed; the next request overwrites its tensors
+    latent: Tensor  # a copy of the canvas after this stage
     tokenizer: Tokenizer
     paste: Paste | None = None  # of an edit
 
     @property
     def canvas(self) -> Canvas:
-        """Goes on changing while generation does."""
+        """The canvas of the request, which later stages change."""
         return self.done.canvas
 
     @torch.inference_mode()
     def images(self, rows: Sequence[int] | None = None) -> list[Image.Image]:
-        """The images, or some of them, as they would be if generation stopped here. FlexVAR's grow with the stage."""
+        """Returns the images, or some of them, as if generation stopped here. FlexVAR's grow with the stage."""
         return to_pil(decoded(self.tokenizer, self.latent, self.paste, rows))
 
 
@@ -112,7 +112,7 @@ STAGE_COLUMNS = ("stage", "cells", "tokens", "rows", "MACs", "ms")
 
 
 def output_html(images: Sequence[Image.Image], strip: Sequence[Image.Image], report: Report) -> str:
-    """`strip`: the first image after each stage; empty where stages were not kept."""
+    """Returns HTML for a notebook. `strip`: the first image after each stage; empty if stages were not kept."""
     more = f"<p>and {len(images) - MOST_IMAGES} more</p>" if len(images) > MOST_IMAGES else ""
     seeds = report.seeds or (None,) * len(images)
     titled = [image_tag(image, WIDEST, "" if seed is None else f"seed {seed}") for image, seed in zip(images, seeds, strict=True)]

@@ -1,4 +1,4 @@
-"""From a prompt to images: the part of the library that most users meet."""
+"""The pipeline: prompts in, images out."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ OnStage = Callable[[Preview], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """How a model generates when the caller does not say otherwise."""
+    """Default schedules, guidance and sampling of a model."""
 
     schedules: Schedules
     guidance: Guidance
@@ -60,7 +60,7 @@ class Settings:
 
 
 class Persistence(Protocol):
-    """Reads and writes pipelines. It lives in a higher layer, `loading`, which sets it."""
+    """Reads and writes pipelines. The layer `loading` above sets it."""
 
     def load(self, source: str | Path, **options: Any) -> Pipeline: ...
 
@@ -68,7 +68,7 @@ class Persistence(Protocol):
 
 
 class Accelerated:
-    """Ends an acceleration where a `with` block ends."""
+    """Context manager that restores the previous method."""
 
     def __init__(self, pipeline: Pipeline, previous: Method) -> None:
         self._pipeline, self._previous = pipeline, previous
@@ -83,15 +83,15 @@ class Accelerated:
 class Pipeline:
     """A model, its tokenizer and a reader of prompts. `nextscale.load` builds one from published files.
 
-    It may be called from several threads. On a GPU one call runs at a time and the others wait; a call from inside `on_stage` runs
-    eagerly at once. `on_stage` must not wait for another thread that calls a pipeline on the same GPU.
+    Calls from several threads are safe. On a GPU one call runs at a time and the others wait; a call inside `on_stage` runs eagerly at
+    once. `on_stage` must not wait for another thread that calls a pipeline on the same GPU.
     """
 
     persistence: ClassVar[Persistence]
     progress: bool = False
-    """Whether calls show a bar of their tokens, stage by stage, on stderr. On a GPU the host then waits for every stage."""
+    """Show a progress bar of the tokens on stderr. On a GPU the host then waits for every stage."""
     weights_folder: Path | None = None
-    """Where the weights were read from."""
+    """Folder of the weights."""
 
     def __init__(
         self,
@@ -104,9 +104,9 @@ class Pipeline:
         graph_memory: int | None = None,
         profiles: tuple[Profile, ...] = (),
     ) -> None:
-        """engine: "graphs" captures requests that come again as CUDA graphs, and is the default on a GPU; "eager" never does.
+        """engine: "graphs" captures repeated requests as CUDA graphs and is the default on a GPU; "eager" never captures.
 
-        graph_memory: bytes of the GPU that captured graphs may keep; None is 40 % of what it has. profiles: what `auto` chooses from.
+        graph_memory: bytes of GPU memory for captured graphs; None is 40 % of the total. profiles: the profiles of `auto`.
         """
         self._engine = checked_engine(engine)
         self._tables = ScheduleTables(model)
@@ -150,21 +150,21 @@ class Pipeline:
         """Generates one image per prompt, or per seed if there is one prompt and several seeds.
 
         prompt: a prompt, a list of prompts, or precomputed text features; for class models class numbers, -1 meaning "no class".
-        seed: image i uses seed + i, or the i-th of a list, and is the same image alone or in any batch. None takes a fresh seed
-            (the report tells which). A torch.Generator is one stream for the whole batch, as in the reference implementations.
+        seed: image i uses seed + i, or the i-th of a list, and is the same image alone or in any batch. None takes a random seed, which
+            the report has. A torch.Generator is one stream for the whole batch, as in the reference implementations.
         size, aspect: (height, width) in pixels, a pixel budget such as "0.25M", or a Schedule; "16:9" or height / width.
         guidance: a number keeps the model's published form; a list is one scale per stage; or a Guidance.
-        negative: like prompt, what to steer away from.
+        negative: negative prompt, of the same kind as prompt.
         method: an acceleration method, its name, or several; None is the one set by `accelerate`.
-        compute_mask: the output tells for every cell which share of the network was run.
-        keep_stages: the output keeps what there was after each stage, to look at later.
+        compute_mask: the output has the share of the network that ran for every cell.
+        keep_stages: the output has the latents after each stage.
         on_stage: called after every stage with a Preview. revise: may replace a stage's codes.
-        prefix_codes: codes of the first stages, such as another call's, which are read and not generated.
+        prefix_codes: codes of the first stages, for example from another call, instead of generated ones.
         decode: False leaves pixels empty.
-        warmup: capture such requests now and not at the second one, where they can be captured; the report tells which engine ran.
-        lora: adapters of `load_lora` and their scales for this call; None is what `set_loras` chose, {} the base model.
+        warmup: capture such requests at the first one, not at the second. The report has the engine that ran.
+        lora: adapters of `load_lora` and their scales for this call; None is the choice of `set_loras`, {} the base model.
         edit: codes of images that stay outside a mask; `Pipeline.edit` makes them.
-        sampling: top_k, top_p, temperature, greedy, ...: fields of `Sampling`; those left out keep the published values. diffusers' names
+        sampling: top_k, top_p, temperature, greedy, ...: fields of `Sampling`; the others keep the published values. diffusers' names
             guidance_scale, negative_prompt, height, width and num_images_per_prompt work too.
         """
         prompt, size, guidance, negative = from_diffusers(sampling, prompt, size, guidance, negative)
@@ -187,7 +187,7 @@ class Pipeline:
                     else replace(output, stages=Stages(tuple(latents), self.tokenizer, edit.paste if edit else None))
                 )
             require(edit is None, "method", "one that makes a single call, for an edit", strategy.label)
-            resolved.forecast(self.model, schedule, guided=False)  # what does not fit is refused before anything runs
+            resolved.forecast(self.model, schedule, guided=False)  # refuses wrong settings before anything runs
             more = {"compute_mask": compute_mask, "keep_stages": keep_stages, "on_stage": on_stage, "revise": revise, "decode": decode}
             arguments = self._arguments(
                 prompts, schedule, seed, guidance, negative, prefix_codes=prefix_codes, warmup=warmup, lora=lora, **more, **sampling
@@ -212,15 +212,15 @@ class Pipeline:
         """Changes images: inside a mask (in-painting, and out-painting after `nextscale.expanded`), or all over (variations).
 
         image: a PIL image, a list of images, or a tensor [B, 3, H, W] in [-1, 1]. One image is repeated for several prompts or seeds.
-            EditInputs, which `read_edit` has made, stand for image, mask, strength, options, size and aspect.
+            EditInputs of `read_edit` replace image, mask, strength, options, size and aspect.
         mask: where the image changes: a PIL image (white), or a tensor [H, W] or [B, 1, H, W] in [0, 1]. None is everywhere. Pixels
             outside of it keep their 8-bit levels.
         strength: share of the stages that change the image, in (0, 1]; earlier ones keep its codes. None: 0.6 without a mask; with one,
-            from the first stage on of which 2 x 2 cells fit into the mask.
+            the stages from the first one whose 2 x 2 cells fit into the mask.
         options: further settings, see EditOptions.
         size, aspect: as in a call. None: the image's own size if the model offers it, else the nearest aspect ratio. The image is resized
             and cropped; an error if more than 1/8 would be cut off.
-        call: what a call takes, except `revise` and `prefix_codes`.
+        call: other arguments of a call, except `revise` and `prefix_codes`.
         """
         for name in ("revise", "prefix_codes", "edit"):
             require(name not in call, name, "left out of an edit, which sets the codes itself", call.get(name))
@@ -242,7 +242,7 @@ class Pipeline:
         return replace(output, report=replace(output.report, edit=found, selection_reason=reason or output.report.selection_reason))
 
     def _beside_near_mask(self, asked: Method, schedule: Schedule, images: int) -> tuple[Method, str | None]:
-        """Returns NearMask and a method as one, and why the method was selected; where they do not combine the method, and why not."""
+        """Returns NearMask and a method as one, and the reason for the method; if they do not combine, the method and the reason."""
         method, reason = asked.resolve(self.situation(schedule, images))
         try:
             require_own_text(self.model, images, "NearMask keeps other tokens")
@@ -264,14 +264,14 @@ class Pipeline:
         method: MethodLike = None,
         **sampling: Any,
     ) -> WarmUp:
-        """Captures requests like this one on the GPU before they come; takes what a call takes.
+        """Captures requests like this one on the GPU in advance. The arguments are those of a call.
 
-        Any prompts do: what counts is how many there are, one for each image, and for texts roughly how long. Other sizes, batches,
-        guidance scales, sampling settings and methods are captured each for itself, here or when they come for the second time.
+        Only the number of prompts matters, and for texts their approximate length. Requests with another size, batch, guidance scale,
+        sampling setting or method are captured separately, here or at their second call.
         """
         if self.engine != "graphs":
             raise SettingError(
-                f"engine {self.engine!r} replays nothing: load the model on a GPU, with engine='graphs' or without an engine"
+                f"warmup needs a GPU with engine='graphs'; the engine is {self.engine!r}. Load the model on a GPU, without an engine."
             )
         prompt, size, guidance, negative = from_diffusers(sampling, prompt, size, guidance, negative)
         begun, graphs, kept = time.perf_counter(), self.captures.graphs, self.captures.bytes
@@ -282,7 +282,7 @@ class Pipeline:
             strategy, beside = split_strategy(resolved)
             if strategy is None:
                 request = build_request(self, prompts, schedule, beside, 0, guidance, negative, **sampling)
-                hindrance = "warmup is called from inside on_stage: call it before" if nested else obstacle(self.model.device, request)
+                hindrance = "warmup cannot run inside on_stage. Call it earlier." if nested else obstacle(self.model.device, request)
                 if hindrance is not None:
                     raise SettingError(hindrance)
                 with memory_errors(self.model.device, partial(self.reserved, request), request):
@@ -296,41 +296,41 @@ class Pipeline:
         return self._engine or ("graphs" if self.model.device.type == "cuda" else "eager")
 
     def accelerate(self, method: MethodLike) -> Accelerated:
-        """All further calls use `method`: a Method, a name such as "stagevar" or "sparsevar:tau=0.6", or a list of them.
+        """Uses `method` for all further calls: a Method, a name such as "stagevar" or "sparsevar:tau=0.6", or a list of them.
 
-        As a context manager, only the calls inside the `with` block.
+        As a context manager, only for the calls inside the `with` block.
         """
         resolved = resolve_method(method)
         found, _ = resolved.resolve(self.situation())
-        if not isinstance(found, Auto):  # what does not fit this model is refused now
+        if not isinstance(found, Auto):  # refuses settings that do not fit this model
             self.planning.forecast(found, self.settings.schedules.choose(None, None), True)
         previous, self.method = self.method, resolved
         return Accelerated(self, previous)
 
     def dense(self) -> Accelerated:
-        """Back to dense generation."""
+        """Ends the acceleration."""
         return self.accelerate(Method())
 
     def add_profile(self, profile: Profile | str | Path) -> None:
-        """`auto` chooses from this one as well: a profile of this model, or its file."""
+        """Adds a profile of this model, or its file, for `auto`."""
         loaded = profile if isinstance(profile, Profile) else Profile.load(profile)
         require_own(loaded, self.model)
         self.profiles = (*(known for known in self.profiles if known != loaded), loaded)
 
     def planned_memory(self, images: int = 1, size: SizeLike = None, aspect: AspectLike = None, text_tokens: int = 64) -> int:
-        """Bytes that a guided request keeps until it ends, besides weights and activations: keys, values and text keys."""
+        """Returns the bytes of keys, values and text keys that a guided request keeps, besides weights and activations."""
         schedule = self.settings.schedules.choose(size, aspect)
         plans = self.settled(self.method, schedule, images).forecast(self.model, schedule)
         return reserved_bytes(self.model, schedule, plans, images, 2 * images, text_tokens)
 
     def settled(self, method: MethodLike, schedule: Schedule, batch: int = 1) -> Method:
-        """The method that such a request runs: the one given, or what `auto` takes for it."""
+        """Returns the method that such a request runs; for `auto` the one that it selects."""
         return resolve_method(method).resolve(self.situation(schedule, batch))[0]
 
     # --- adapters
 
     def load_lora(self, source: str | Path, name: str | None = None, scale: float = 1.0) -> str:
-        """Loads a LoRA adapter and applies it to all further calls. Returns its name, by default that of the file or folder.
+        """Loads a LoRA adapter and applies it to all further calls. Returns its name, by default the name of the file or folder.
 
         Weights change in place, so captured graphs stay valid. On a CPU, load the first adapter before other threads call the pipeline.
 
@@ -357,14 +357,14 @@ class Pipeline:
         with self._lock() as nested:
             self.loras.remove(name, nested)
 
-    # --- the story of a call
+    # --- the steps of a call
 
     def reserved(self, request: Request) -> int:
-        """Bytes that the request is known to need for keys, values and text."""
+        """Returns the bytes of keys, values and text that the request reserves."""
         return self.planning.reserved_bytes(request.schedule, request.plans, request.batch, request.rows, request.text_tokens)
 
     def situation(self, schedule: Schedule | None = None, batch: int = 1) -> SelectionContext:
-        """What a method that chooses among others is told of a request."""
+        """Returns the facts about a request by which `auto` selects a method."""
         return SelectionContext(self.name, self.model, self.model.device, self.tokenizer.pixels_per_token, self.profiles, schedule, batch)
 
     def _arguments(
@@ -388,7 +388,7 @@ class Pipeline:
 
     @contextmanager
     def _watchers(self, schedule: Schedule, on_stage: OnStage | None, latents: list[Tensor] | None) -> Iterator[list[OnStage]]:
-        """Yields what is called after each stage: it keeps latents, moves the bar, and is the caller's own function."""
+        """Yields the callbacks of each stage: collecting latents, the progress bar, and the caller's function."""
         watchers: list[OnStage] = [] if latents is None else [lambda preview: latents.append(preview.latent)]
         with Progress(console=Console(stderr=True), transient=True) if self.progress else nullcontext() as bar:
             if bar is not None:
@@ -424,7 +424,7 @@ class Pipeline:
             with torch.inference_mode():
                 generated = executor.run(request, timer, stage_done, decode)
                 finite = torch.stack([*generated.finite.values(), all_finite(generated.latent)])  # its scratch is free before the copies
-            # What needs no result comes before the host waits. Copies are ordinary tensors, not inference tensors.
+            # The copies are launched before the host waits. They are ordinary tensors, not inference tensors.
             pixels, latent = generated.pixels.clone(), generated.latent.clone()
             codes = copied([codes_of(done, edit) for done in done_stages if done.codes is not None])
             masks = tuple(mask_of(done, request.batch) for done in done_stages) if request.compute_mask else None
@@ -432,7 +432,7 @@ class Pipeline:
         return Output(paste(pixels) if paste and decode else pixels, latent, codes, report, masks)
 
     def _executor(self, request: Request, warmup: bool, nested: bool) -> Executor:
-        """Returns captured graphs where there are some, or where capturing pays. They have the memory that they need."""
+        """Returns captured graphs if there are some or capturing pays. Their memory is reserved."""
         if self.engine == "graphs" and not nested:
             replay = self.captures.replay(request, at_once=warmup)
             if replay is not None:
@@ -440,20 +440,20 @@ class Pipeline:
         require_room(self.model.device, self.reserved(request), request, self.captures.bytes)
         return EagerExecutor(self.model, self.tokenizer, self._tables.of(request.schedule))
 
-    # --- as other libraries' pipelines
+    # --- methods with the names of other libraries
 
     @classmethod
     def from_pretrained(cls, source: str | Path, **options: Any) -> Self:
-        """A pipeline by a model's name, or from a folder that `save_pretrained` wrote; `options` are those of `nextscale.load`.
+        """Loads a pipeline by a model's name, or from a folder that `save_pretrained` wrote. `options` are those of `nextscale.load`.
 
-        A folder is read in the precision that it was saved in, unless `dtype` says otherwise.
+        A folder keeps its precision, unless `dtype` is given.
         """
         return cast(Self, cls.persistence.load(source, **options))
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Writes one folder that `from_pretrained` reads back bit for bit: settings, safetensors, tokenizer, tuning profiles.
+        """Writes a folder that `from_pretrained` reads back bit for bit: settings, safetensors, tokenizer, tuning profiles.
 
-        A small encoder of words is part of it; of a published text encoder the folder says where it is. Adapters are not part of it.
+        It contains a small encoder of words. For a published text encoder it contains the location. Adapters are left out.
         """
         with self._lock(), self.loras.removed():
             return self.persistence.save(self, folder)
@@ -461,16 +461,16 @@ class Pipeline:
     def to(self, *where: str | torch.device | torch.dtype) -> Self:
         """Moves everything to a device, casts the weights to a dtype, or both: pipe.to("cuda", torch.bfloat16).
 
-        What generates in float32 stays in float32. Graphs that were captured before are captured anew.
+        Parts that run in float32 stay in float32. Graphs are captured again.
         """
         dtypes = [one for one in where if isinstance(one, torch.dtype)]
         devices = [one for one in where if not isinstance(one, torch.dtype)]
         if not where or len(dtypes) > 1 or len(devices) > 1:
-            raise SettingError(f"to{where}: give a device, a dtype, or one of each")
+            raise SettingError(f"to must get a device, a dtype, or one of each; got {where}.")
         device = choose_device(devices[0]) if devices else self.model.device
         dtype = choose_dtype(dtypes[0] if dtypes else self.model.dtype, device)
         if check_quantize(self.model.quantize, device, dtype) is not None and dtype != self.model.dtype:
-            raise SettingError(f"to({dtype}): quantized weights were made for {self.model.dtype}; load the model again with this dtype")
+            raise SettingError(f"quantized weights keep their dtype, {self.model.dtype}; got {dtype}. Load the model again with it.")
         with self._lock(), self.loras.removed():
             place(self.model, device, dtype, self.model.float32)
             place(self.tokenizer, device, dtype, self.tokenizer.float32)
@@ -479,23 +479,23 @@ class Pipeline:
         return self
 
     def enable_model_cpu_offload(self) -> None:
-        """Keeps a large text encoder in the host's memory; the GPU has it only while a new prompt is encoded.
+        """Keeps a large text encoder in host memory; it is on the GPU only while a new prompt is encoded.
 
-        Transformer and tokenizer stay on the GPU: captured graphs read them where they lie.
+        Transformer and tokenizer stay on the GPU, where captured graphs read them.
         """
         if not isinstance(self.reader, TextReader) or not self.reader.can_offload:
-            raise SettingError("this model has no text encoder that is worth moving: generation needs all of it at once")
+            raise SettingError("CPU offload moves a large text encoder, and this model has none. Leave it out.")
         self.reader.offload()
 
 
 def codes_of(done: StageOutput, edit: Edit | None) -> Tensor:
-    """Returns the codes that a stage has put on the canvas; for an edit those of all cells."""
+    """Returns the codes that a stage has put on the canvas, for an edit the codes of all cells."""
     assert done.codes is not None and done.tokens is not None
     return done.codes if edit is None else edit.written(done.codes, done.tokens)
 
 
 def copied(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns copies in memory of their own, made in one launch if they are of one dtype."""
+    """Returns copies of the tensors, made in one launch if they have one dtype."""
     fresh = [torch.empty_like(tensor) for tensor in tensors]
     if fresh:
         torch._foreach_copy_(fresh, list(tensors))

@@ -1,4 +1,4 @@
-"""What really happened in a request: time, MACs, tokens and rows per stage, memory."""
+"""The report of a request: time, MACs, tokens and rows per stage, memory."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ class StageReport:
     height: int
     width: int
     skipped: bool
-    tokens: float  # that enter the first block, per row, with HART's text, the mean where rows are packed; 0 when skipped
-    computed: float  # tokens per row, without text, that the sublayers ran, mean of all; the cells when dense, 0 when skipped
-    padding: float  # share of the tokens that no image needed: run because the captured graph or, in padded rows, another image has more
+    tokens: float  # tokens per row that enter the first block, HART's text included, the mean if rows are packed; 0 when skipped
+    computed: float  # mean of the tokens per row, without text, that the sublayers ran; all cells when dense, 0 when skipped
+    padding: float  # share of the tokens that ran only because the captured graph or another image of padded rows has more
     rows: int  # images times cfg branches
-    cfg_branches: int  # of guidance, that were run: 2 or 1; 0 when skipped
-    cost_share: float  # MACs against those of the same stage in dense generation
-    dense_macs: int  # of these
+    cfg_branches: int  # 2 with guidance, else 1; 0 when skipped
+    cost_share: float  # MACs relative to the same stage in dense generation
+    dense_macs: int  # MACs of the stage in dense generation
     seconds: float
-    sampling_seconds: float | None  # of these: from logits to codes, STAR's refinement included; None: not run, or inside a replay
-    residual_seconds: float | None  # of these: HART's residual diffusion; None likewise
+    sampling_seconds: float | None  # from logits to codes, STAR's refinement included; None: not run, or inside a replay
+    residual_seconds: float | None  # HART's residual diffusion; None: not run, or inside a replay
 
 
 @dataclass(frozen=True)
 class EditReport:
-    """What an edit has changed, per image; a single entry stands for all."""
+    """The part of the images that an edit has changed, per image; a single entry is for all."""
 
-    mask_share: tuple[float, ...]  # of the pixels
+    mask_share: tuple[float, ...]  # share of the pixels
     from_stage: tuple[int, ...]  # the first stage that changed the image
 
 
@@ -50,19 +50,19 @@ class EditReport:
 class Report:
     model: str
     engine: str  # "eager", or "graphs" where captured graphs were replayed
-    captured_batch: int | None  # images that these have, of which the request may need fewer; None: eager
-    method: str  # readable: the methods and those settings that are not the default
-    selection_reason: str | None  # why this method, in words, where it was looked up for the request (`auto`); None: it was asked for
+    captured_batch: int | None  # images of the captured graph, which may be more than the request's; None: eager
+    method: str  # the methods and their settings other than the defaults
+    selection_reason: str | None  # reason for the method if `auto` selected it, else None
     device: str
     dtype: str
     size: tuple[int, int]  # height, width in pixels
     seeds: tuple[int, ...] | None  # None: the caller's own generator
     stages: tuple[StageReport, ...]
-    cost_share: float  # MACs against those of dense generation, as `planning.cost` counts them; decoding is not counted
+    cost_share: float  # MACs relative to dense generation, as `planning.cost` counts them, without decoding
     condition_seconds: float  # prompt features to modulation and text keys
     decode_seconds: float
-    peak_memory: int  # bytes: allocated on the GPU during the request, or the process's largest resident size on the CPU
-    planned_memory: int  # bytes that the request was known to need for keys, values and text before it started
+    peak_memory: int  # bytes: allocated on the GPU during the request, or the largest resident size of the process on the CPU
+    planned_memory: int  # bytes that the request reserved for keys, values and text
     quantize: str | None = None  # format of the weights of blocks; None: the dtype
     loras: tuple[AppliedLora, ...] = ()  # adapters that were part of the weights
     edit: EditReport | None = None
@@ -81,12 +81,12 @@ class Report:
 
     @property
     def padding(self) -> float:
-        """Share of the tokens of all stages that no image needed."""
+        """Share of the tokens of all stages that are padding."""
         ran = sum(stage.tokens * stage.rows for stage in self.stages)
         return sum(stage.padding * stage.tokens * stage.rows for stage in self.stages) / ran
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
+        """Returns plain values for JSON."""
         return asdict(self) | {"seconds": self.seconds, "padding": self.padding}
 
 
@@ -150,7 +150,7 @@ def build_report(
 def costs(
     planning: Planner, model: NextScaleModel, request: Request, text_tokens: int, done_stages: Sequence[StageOutput]
 ) -> tuple[RequestCost, RequestCost]:
-    """Returns the cost of dense generation, and of what was run."""
+    """Returns the cost of dense generation and the cost of this run."""
     workload = Workload(
         request.schedule,
         request.batch,

@@ -1,4 +1,4 @@
-"""What one call asks for, and how its arguments become that."""
+"""The checked request of a call, built from its arguments."""
 
 from __future__ import annotations
 
@@ -39,32 +39,31 @@ INSTEAD = {  # arguments of other libraries, with the way to do it here
 
 SeedLike = Union[int, Sequence[int], torch.Generator, Rng, "Randomness", None]
 Revise = Callable[[Stage, Tensor], Tensor]
-"""Sees a stage's codes [B, cells, ...] before they are put on the canvas and returns those to put there instead: forced beginnings,
-in-painting.
+"""Gets a stage's codes [B, cells, ...] before they are put on the canvas and returns the codes to use, for example for in-painting.
 
-Where a method leaves out cells their codes are zeros, and what is returned for them is ignored.
+Cells that a method leaves out have zeros. Values returned for them are ignored.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What one call asks for, with everything resolved."""
+    """The resolved arguments of a call."""
 
     prompts: Prompts
-    negative: Prompts | None  # what the second cfg branch reads; None where it does not run or the model has its own "no prompt"
+    negative: Prompts | None  # the prompts of the second cfg branch; None if it does not run or the model has its own empty prompt
     schedule: Schedule
     guidance: ResolvedGuidance
     sampling: Sampling
     method: Method
-    plans: Plans  # the method's forecast, made once: what memory is reserved for
+    plans: Plans  # the method's forecast, by which memory is reserved
     rng: Rng
     method_rng: Rng
     seeds: tuple[int, ...] | None = None  # None: the caller's own generator
     compute_mask: bool = False
     revise: Revise | None = None
-    captured: bool = False  # the request is captured, and launches cost the host nothing
-    prefix_codes: tuple[Tensor, ...] = ()  # codes of the first stages, [B, cells, ...] each, which are not generated
-    selection_reason: str | None = None  # why this method, where it was looked up
+    captured: bool = False  # True inside a CUDA graph
+    prefix_codes: tuple[Tensor, ...] = ()  # codes of the first stages, [B, cells, ...] each, instead of generated ones
+    selection_reason: str | None = None  # reason for the method, if it was selected
     edit: Edit | None = None  # the image that the canvas keeps outside a mask
 
     @property
@@ -73,7 +72,7 @@ class Request:
 
     @property
     def rows(self) -> int:
-        """Rows with which it begins: one per image, or two with guidance."""
+        """Number of rows at the start: one per image, or two with guidance."""
         return self.batch * (2 if self.guidance.needs_both else 1)
 
     @property
@@ -83,13 +82,13 @@ class Request:
 
     @property
     def text_tokens(self) -> int:
-        """Tokens of the longest prompt, negative ones included; 0 where there is no text."""
+        """Number of tokens of the longest prompt, negative ones included; 0 without text."""
         return max(self.prompts.longest, 0 if self.negative is None else self.negative.longest)
 
 
 @dataclass(frozen=True)
 class Randomness:
-    """Where a request's random numbers come from. Given in place of a seed, image and method can have streams of different seeds."""
+    """The random number generators of a request. Passed as a seed, it gives image and method streams of different seeds."""
 
     rng: Rng
     method_rng: Rng
@@ -97,28 +96,28 @@ class Randomness:
 
 
 def resolve_seed(seed: SeedLike, images: int, device: torch.device) -> Randomness:
-    """One generator per image for whole numbers, and for None; the caller's own otherwise."""
+    """Returns one generator per image for ints and None, else the caller's own."""
     if isinstance(seed, Randomness):
         return seed
     if isinstance(seed, torch.Generator):
         seed = SharedRng(seed)
-    if not isinstance(seed, int | None) and isinstance(seed, Rng):  # the second takes long to ask
+    if not isinstance(seed, int | None) and isinstance(seed, Rng):  # the second check is slow
         return Randomness(seed, seed, None)
     seeds = image_seeds(secrets.randbits(32) if seed is None else seed, images)
     return Randomness(ImageRng(seeds, device), method_rng(seeds, device), seeds)
 
 
 def image_seeds(seed: Any, images: int) -> tuple[int, ...]:
-    """One whole number per image: those given, or counted on from one."""
+    """Returns one int per image: the given ones, or consecutive ones."""
     given: Any = seed if isinstance(seed, Sequence) and not isinstance(seed, str | bytes | bytearray) else [seed]
     if not all(map(is_seed, given)):
-        raise SettingError(f"seed {seed!r}: give whole numbers from 0 to 2**63 - 1, or a torch.Generator")
+        raise SettingError(f"seed must be an int from 0 to 2**63 - 1, a list of ints or a torch.Generator; got {seed!r}.")
     if given is not seed:
         given = range(int(seed), int(seed) + images)
         if given and not is_seed(given[-1]):
-            raise SettingError(f"seed {seed!r} for {images} images: each takes one more than the last, and 2**63 - 1 is the largest")
+            raise SettingError(f"seed must be at most 2**63 - {images} for {images} images, which take consecutive seeds; got {seed!r}.")
     if len(given) != images:
-        raise SettingError(f"{len(given)} seeds for {images} images: give one number, or one per image")
+        raise SettingError(f"seed must be one int, or one per image ({images}); got {len(given)}.")
     return tuple(int(one) for one in given)
 
 
@@ -127,28 +126,28 @@ def is_seed(value: object) -> bool:
 
 
 def as_prompts(reader: PromptReader, value: Any) -> Prompts:
-    """Reads prompts, unless that has been done."""
+    """Reads prompts, unless they have been read."""
     return value if isinstance(value, Labels) else reader.read(value)
 
 
 def read_prompts(reader: PromptReader, prompt: Any, seed: SeedLike) -> Prompts:
-    """One prompt per image; a single one is repeated for several seeds."""
+    """Returns one prompt per image; a single one is repeated for several seeds."""
     prompts = as_prompts(reader, prompt)
     return prompts.repeat(len(seed)) if len(prompts) == 1 and isinstance(seed, Sequence) and seed else prompts
 
 
 def read_negative(reader: PromptReader, negative: Any, images: int, guidance: ResolvedGuidance) -> Prompts | None:
-    """What the second cfg branch reads; None where it does not run, or where the model has its own idea of "no prompt"."""
+    """Returns the prompts of the second cfg branch; None if it does not run or the model has its own empty prompt."""
     if negative is None:
         empty = reader.empty() if guidance.needs_both else None
         return None if empty is None else empty.repeat(images)
     if not guidance.needs_both:
-        raise SettingError("a negative prompt needs guidance: without it the second cfg branch does not run")
+        raise SettingError("negative needs guidance: without it the second cfg branch does not run. Raise guidance, or leave negative out.")
     prompts = as_prompts(reader, negative)
     if len(prompts) == 1:
         return prompts.repeat(images)
     if len(prompts) != images:
-        raise SettingError(f"{len(prompts)} negative prompts for {images} images: give one, or one per image")
+        raise SettingError(f"negative must be one prompt, or one per image ({images}); got {len(prompts)}.")
     return prompts
 
 
@@ -167,7 +166,7 @@ def build_request(
     edit: Edit | None = None,
     **sampling: Any,
 ) -> Request:
-    """Returns the checked request of a pipeline's call. Raises SettingError with the value, what was expected and a remedy."""
+    """Returns the checked request of a pipeline's call. Raises SettingError with the value, the expected one and a remedy."""
     model = pipe.model
     chosen = resolve_sampling(pipe, schedule, sampling)
     guided = ResolvedGuidance(resolve_guidance(guidance, pipe.settings.guidance), schedule, len(model.blocks))
@@ -196,7 +195,7 @@ def build_request(
 
 
 def from_diffusers(given: dict[str, Any], prompt: Any, size: Any, guidance: Any, negative: Any) -> tuple[Any, Any, Any, Any]:
-    """Returns the four arguments with those that `given` has under diffusers' names, and removes these from it."""
+    """Returns the four arguments, taken from `given` if it has them under diffusers' names; these are removed from it."""
     found = {name: value for name in DIFFUSERS if (value := given.pop(name, None)) is not None}
     pairs = {"height": ("size", size), "width": ("size", size), "guidance_scale": ("guidance", guidance)}
     for name, (own, value) in (pairs | {"negative_prompt": ("negative", negative)}).items():
@@ -212,7 +211,7 @@ def from_diffusers(given: dict[str, Any], prompt: Any, size: Any, guidance: Any,
 
 
 def require_arguments(pipe: Any, given: dict[str, Any]) -> None:
-    """Raises SettingError for an argument that neither the call nor the sampling takes."""
+    """Raises SettingError for an argument that neither the call nor the sampling has."""
     known = [one.name for one in fields(Sampling)]
     for name in sorted(given.keys() - known):
         names = [*known, *(one for one in type(pipe).__call__.__annotations__ if one not in ("sampling", "return"))]
@@ -227,25 +226,25 @@ def resolve_sampling(pipe: Any, schedule: Schedule, changes: dict[str, Any]) -> 
     sampling.check(schedule)
     pipe.model.check_sampling(sampling)
     if sampling.smooth and not pipe.tokenizer.mixes_codes:
-        raise SettingError(f"smooth mixes entries of a codebook; {pipe.name} does not support it")
+        raise SettingError(f"smooth mixes entries of a codebook; {pipe.name} does not support it. Leave it out.")
     if sampling.suppressed_codes and max(sampling.suppressed_codes) >= pipe.tokenizer.codes:
-        raise SettingError(f"suppressed_codes {sampling.suppressed_codes}: {pipe.name} has {pipe.tokenizer.codes} numbered codes")
+        raise SettingError(f"suppressed_codes must be below {pipe.tokenizer.codes} for {pipe.name}; got {sampling.suppressed_codes}.")
     return sampling
 
 
 def check_plans(plans: Sequence[StagePlan], depth: int, guidance: ResolvedGuidance) -> None:
-    """SettingError for what would otherwise be found only at its stage."""
+    """Raises SettingError for plans that would fail at their stage."""
     for plan in plans:
         try:
             plan.check(depth, guidance.layers)
         except ValueError as error:
-            raise SettingError(f"the method does not fit this request: {error}") from error
+            raise SettingError(f"the method does not fit this request: {error}.") from error
 
 
 def check_cache(model: NextScaleModel, method: Method) -> None:
-    """SettingError where the method keeps keys and values its own way and the model wants them in few bits."""
+    """Raises SettingError if the method has its own cache and the model an 8-bit cache."""
     if model.kv_dtype is not None and "cache" in method.exclusive:
         raise SettingError(
-            f"{method.label} keeps keys and values its own way, and this model keeps them as {model.kv_dtype}: load it without kv_dtype, or"
-            " choose another method"
+            f"{method.label} has a KV cache of its own, and this model was loaded with kv_dtype={model.kv_dtype!r}. Load it without"
+            " kv_dtype, or choose another method."
         )

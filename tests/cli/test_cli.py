@@ -663,7 +663,7 @@ def test_warmup_without_a_gpu_is_refused_before_anything_is_loaded(loaded: list[
         (("tiny-var", 3, "--guidance", ":4"), "got ':4'"),
         (("tiny-var", 3, "--guidance", "nan"), "got 'nan'"),
         (("tiny-var", 3, "--guidance", -5), "guidance must be a number of at least 0"),
-        (("tiny-var", 3, "--guidance", "3,1"), "2 guidance scales for 4 stages"),
+        (("tiny-var", 3, "--guidance", "3,1"), "one per stage (4); got 2"),
         (("tiny-var", 3, "--temperature", "hot"), "got 'hot'"),
         (("tiny-var", 3, "--temperature", "1,1"), "2 values of temperature for 4 stages"),
         (("tiny-var", 3, "--temperature", 0), "temperature must be a number"),

@@ -317,7 +317,7 @@ def test_to_is_like_loading_in_that_precision(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ((), "give a device, a dtype, or one of each"),
+        ((), "a device, a dtype, or one of each"),
         (("cpu", "cpu"), "give a device"),
         ((torch.float32, torch.float16), "give a device"),
         ((torch.int8,), "dtype torch.int8: choose one of"),
@@ -359,7 +359,7 @@ def test_offloading_is_for_large_text_encoders() -> None:
     pipe.enable_model_cpu_offload()
     assert pipe.reader.open_encoder.offload is True  # type: ignore[attr-defined]
     for other in (reading_from("var"), nextscale.load("nano", device="cpu")):
-        with pytest.raises(SettingError, match="no text encoder that is worth moving"):
+        with pytest.raises(SettingError, match="moves a large text encoder"):
             other.enable_model_cpu_offload()
 
 
