@@ -4,6 +4,7 @@
 
 "written_per_s" is the speed that `sample` reports for all batches but the first, until the last file is written. "generated_per_s" is the
 speed of calling the pipeline with the same prompts, up to pixels on the device. Both alternate; "share" is their ratio per round.
+--writers and --format tell where the rest goes: a PNG of 512 x 512 pixels takes 17 ms of a core, 11 without any compression.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import torch
 
 from nextscale import Pipeline, load
 from nextscale.eval.results import Row, percentiles, wait
+from nextscale.io import IMAGE_FORMATS
 from nextscale.loading.load import random_pipeline
 from nextscale.methods.method import Method
 from nextscale.methods.registry import resolve_method
+from nextscale.offline import sampler
 from nextscale.offline.lock import working_folder
 from nextscale.offline.plan import Batch, plan_batches
 from nextscale.offline.prompts import SamplePrompt
@@ -34,13 +37,14 @@ from nextscale.tune.prompts import own_prompts
 from .results import measure, options, record
 
 
-def planned(pipe: Pipeline, size: int | None, batch: int, batches: int) -> list[Batch]:
+def planned(pipe: Pipeline, size: int | None, batch: int, batches: int, suffix: str) -> list[Batch]:
     prompts, schedule = own_prompts(pipe, batch * batches), pipe.settings.schedules.choose(size, None)
     return plan_batches(
         [SamplePrompt(f"{number:05d}", str(prompt)) for number, prompt in enumerate(prompts)],
         batch=batch,
         read=type(prompts[0]),
         schedule=lambda _: schedule,
+        suffix=suffix,
     )
 
 
@@ -83,9 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--method", default="dense")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--random-weights", action="store_true")
+    parser.add_argument("--writers", type=int, default=sampler.WRITERS, help="threads that encode and write")
+    parser.add_argument("--format", choices=sorted(suffix[1:] for suffix in IMAGE_FORMATS), default="png")
     args = parser.parse_args(arguments)
     if args.batches < 2:
         parser.error("--batches must be at least 2, because the first is not timed")
+    sampler.WRITERS = args.writers
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     pipe = (partial(random_pipeline, dtype=dtype) if args.random_weights else load)(args.model, device=device)
@@ -93,9 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
 
 
 def row(pipe: Pipeline, args: argparse.Namespace) -> Row:
-    batches = planned(pipe, args.size, args.batch, args.batches)
+    batches = planned(pipe, args.size, args.batch, args.batches, f".{args.format}")
     size = [side * pipe.tokenizer.pixels_per_token for side in batches[0].schedule.grid]
     case = {"model": args.model, "size": size, "batch": args.batch, "method": args.method, "images": args.batch * args.batches}
+    case |= {"writers": args.writers, "format": args.format}
     case |= {"dtype": str(pipe.model.dtype).removeprefix("torch."), "weights": "random" if args.random_weights else "published"}
     return measure("sample", case, lambda: speeds(pipe, resolve_method(args.method), batches, args.repeats))
 
