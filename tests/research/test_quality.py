@@ -31,7 +31,7 @@ from nextscale_research.quality.command import newest_run
 from nextscale_research.quality.frontier import frontier_svg, label_spots
 from nextscale_research.quality.judge import SetJudge, judge
 from nextscale_research.quality.lists import LISTS, chosen_methods
-from nextscale_research.quality.prompts import EvalPrompt
+from nextscale_research.quality.prompts import EvalPrompt, read_eval_prompts
 from tests.eval.test_compare import SCHEDULE, Failing, lpips, pipeline
 from tests.helpers.cli import run_cli
 from tests.helpers.tiny import infinity_spec, with_ranks
@@ -272,6 +272,35 @@ def test_quality_goes_on_without_the_network_of_features(tmp_path: Path, monkeyp
     dense, skip = read_rows(out)
     assert skip["lpips"]["value"] > 0 and "frechet_dense" not in skip and "lpips" not in dense
     quality_table([row | {"hardware": "some GPU"} for row in read_rows(out)])
+
+
+def test_lists_run_one_after_another_and_a_stopped_run_goes_on(tmp_path: Path, tiny_model: None) -> None:
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "results.jsonl"
+    prompts.write_text("a bee\na cat\n")
+    fixed = ("quality", "--prompts", prompts, "--out", out, "--device", "cpu", "--resume")
+    lists = ("--method", "sparsevar-taus", "--method", "fastvar-layers")
+    assert command(*fixed, *lists[:2])[0] == 0
+    taus = [row["method"] for row in read_rows(out)]
+    assert taus == ["dense", *LISTS["sparsevar-taus"](10, 3)]
+    assert command(*fixed, *lists, "--method", "skip:last=1")[0] == 0
+    later = [row["method"] for row in read_rows(out)][len(taus) :]
+    assert later == ["dense", *LISTS["fastvar-layers"](10, 3), "dense", "skip:last=1"]
+    assert command(*fixed, *lists)[0] == 0 and len(read_rows(out)) == len(taus) + len(later)
+    assert command(*fixed, *lists[:2], "--seed", "7")[0] == 0 and len(read_rows(out)) == 2 * len(taus) + len(later)  # another run
+
+
+def test_a_shard_becomes_smaller_and_keeps_its_captions(tmp_path: Path) -> None:
+    entries = [{"file": f"{number}.webp", "caption": f"a {number}", "style": "a", "label": str(number)} for number in range(2)]
+    given = shard(tmp_path / "large.tar", entries, ["0.webp", "1.webp"])
+    status, shown = command("smaller-shard", given, tmp_path / "small.tar", "--side", "16")
+    assert status == 0 and "wrote 2 images" in shown
+    assert (
+        command("smaller-shard", given, tmp_path / "one.tar", "--limit", "1")[0] == 0 and len(read_eval_prompts(tmp_path / "one.tar")) == 1
+    )
+    before, after = (read_eval_prompts(file) for file in (given, tmp_path / "small.tar"))
+    assert [replace(one, encoded=None) for one in before] == [replace(one, encoded=None) for one in after]
+    for one, other in zip(before, after, strict=True):
+        assert (one.image(8) - other.image(8)).abs().mean() < 0.1 and len(other.encoded or b"") <= len(one.encoded or b"")
 
 
 def test_quality_trains_probes_and_adds_rows(tmp_path: Path, tiny_model: None) -> None:

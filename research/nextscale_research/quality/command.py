@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,10 +18,13 @@ from nextscale.cli.options import MACHINE, Batch, Force, ModelOptions, PromptFil
 from nextscale.cli.parse import method_name
 from nextscale.cli.show import plain_table, result_console, share_bar
 from nextscale.errors import CheckpointError, PromptError, SettingError
-from nextscale.eval.results import Row, append_rows, read_rows
+from nextscale.eval.results import Row, append_rows, read_rows, where
 from nextscale.io import write_text
 from nextscale.loading.presets import build_model
+from nextscale.methods import Method
 from nextscale.metrics import Lpips
+from nextscale.pipeline import Pipeline
+from nextscale.stage import Schedule
 
 from ..metrics.efficientnet import EfficientNetLite0
 from ..metrics.files import EFFICIENTNET, VARIABLE, metric_file
@@ -91,8 +95,12 @@ def quality(
     batch: Batch = 64,
     judging: JudgeOptions,
     out: Annotated[Path | None, out_option("FILE", "Add a row per method to this .jsonl file.", "none")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Leave out lists whose rows --out has of this commit and machine.")] = False,
 ) -> None:
-    """Compare lists of methods with dense generation, with Fréchet distances and agreement with the prompt."""
+    """Compare lists of methods with dense generation, with Fréchet distances and agreement with the prompt.
+
+    Lists run one after another, each beside dense generation of its own; their rows are written as soon as they are known.
+    """
     if prompts.prompts_file is None:
         raise PromptError("no prompts. Pass --prompts FILE, such as a shard of held-out images.")
     spec, names = model.spec, [method_name(one) for one in method or [STANDARD]]
@@ -101,26 +109,40 @@ def quality(
     schedule = size.schedule(spec)
     with torch.device("meta"):
         blocks = len(build_model(spec.model).blocks)
-    chosen = chosen_methods(names, len(schedule), blocks)
-    for one in names:
-        if one not in LISTS:
-            model.resolved(chosen[one], schedule, batch)
+    alone = [one for one in names if one not in LISTS]
+    chosen = [chosen_methods(group, len(schedule), blocks) for group in (*([one] for one in names if one in LISTS), alone) if group]
+    for one in alone:
+        model.resolved(chosen[-1][one], schedule, batch)
     texts = read_eval_prompts(prompts.prompts_file, prompts.limit)
     require_results(out)
     features, device = judging.features(), model.torch_device
     with share_bar() as progress:
         task = progress.add_task("loading", total=1.0)
-        sets = judging.load(features, prompts.prompts_file, device)
+        sets, pipeline, lpips = judging.load(features, prompts.prompts_file, device), model.load(), Lpips.load(device)
+        conditions = {"model": pipeline.name, "images": len(texts), "seed": seed, **where(device)}
+        if resume and out is not None and out.exists():
+            chosen = unmeasured(chosen, read_rows(out), conditions, schedule, pipeline)
 
         def on_batch(name: str, share: float) -> None:
             progress.update(task, completed=share, description=escape(name))
 
-        found = judge(
-            model.load(), chosen, texts, Lpips.load(device), sets, schedule=schedule, seed=seed, batch=batch, on_progress=on_batch
-        )
-    if out:
-        append_rows(found.rows, out)
-    show_rows(found.rows)
+        for methods in chosen:
+            own = None if sets is None else replace(sets, features=defaultdict(list))
+            found = judge(pipeline, methods, texts, lpips, own, schedule=schedule, seed=seed, batch=batch, on_progress=on_batch)
+            pipeline.captures.clear()
+            if out:
+                append_rows(found.rows, out)
+            show_rows(found.rows)
+
+
+def unmeasured(
+    groups: Sequence[Mapping[str, Method]], rows: Sequence[Row], conditions: Row, schedule: Schedule, pipeline: Pipeline
+) -> list[Mapping[str, Method]]:
+    """Returns the groups that lack rows of this commit and machine. Rows of methods that failed count."""
+    wanted = {name: value for name, value in conditions.items() if name != "date"}
+    wanted["size"] = [side * pipeline.tokenizer.pixels_per_token for side in schedule.grid]
+    known = {row["method"] for row in rows if all(row.get(name) == value for name, value in wanted.items())}
+    return [group for group in groups if not known.issuperset(group)]
 
 
 @app.command()
