@@ -234,6 +234,8 @@ def test_a_lost_server_is_tried_again(browser: Any, pipe: Steered) -> None:
             page.fill("#seed", "8")
             page.click("#send")
             page.wait_for_selector("#retry")
+            page.mouse.wheel(0, 5000)  # the complaint stays in sight
+            assert page.locator("#retry").bounding_box()["y"] < page.viewport_size["height"]
             assert "Is `nextscale serve` still running?" in page.inner_text(".banner")
             assert page.get_attribute(".frame img", "src") == before
             with live({"nano": pipe}, port=port):

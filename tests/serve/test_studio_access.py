@@ -50,6 +50,8 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_phone_shows_the_picture_first_and_nothing_overflows(browser: Any, server: Live) -> None:
     with visit(browser, server.url, **PHONE) as page:
         generated(page)
+        frame = page.locator(".frame").bounding_box()
+        assert frame["y"] >= 0 and frame["y"] + frame["height"] <= PHONE["viewport"]["height"]  # all of it, wherever the form was scrolled
         page.click("#tab-grid")
         page.uncheck(".chips input >> nth=0")
         page.uncheck(".chips input >> nth=1")

@@ -67,7 +67,7 @@ export function Ballot({ blind, error, retry }) {
   });
   const side = (name, title) => html`
     <button type="button" class="bare" disabled=${!trial} aria-label=${`${title} is better`} onClick=${() => vote(name)}>
-      <${Frame} size=${round.settings.size}>${trial ? html`<img src=${source(trial[name])} alt="" />` : html`<p class="waiting"><i class="spinner"></i></p>`}<//>
+      <${Frame} size=${round.settings.size}>${trial ? html`<img src=${source(trial[name])} alt="" />` : !error && html`<p class="waiting"><i class="spinner"></i></p>`}<//>
       <b>${title}</b>
     </button>`;
   return html`

@@ -48,7 +48,11 @@ export function Form({ options, settings, change, submit, busy, stop, label, err
     if (!name) return;
     if (name !== "prompt") setOpen(true);
     if (HIDDEN.includes(name)) setAdvanced(true);
-    requestAnimationFrame(() => form.current?.querySelector(`#${name}`)?.focus());
+    requestAnimationFrame(() => {
+      const input = form.current?.querySelector(`#${name}`);
+      input?.focus();
+      input?.closest(".field").scrollIntoView({ block: "nearest" }); // with its message
+    });
   }, [error]);
   const summary = [view !== "grid" && nameOf(settings.method, model, settings.size), spelled(settings.size), settings.seed.trim() ? `seed ${settings.seed}` : "random seed"].filter(Boolean).join(" · ");
   return html`
