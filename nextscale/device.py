@@ -26,12 +26,12 @@ def choose_device(wanted: str | torch.device | None) -> torch.device:
     if wanted is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", str(wanted)):
-        raise SettingError(f"device {str(wanted)!r}: choose cpu, cuda, cuda:N or mps")
+        raise SettingError(f"device must be cpu, cuda, cuda:N or mps; got {str(wanted)!r}.")
     device, gpus = torch.device(wanted), torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= gpus:
-        raise SettingError(f"device {wanted}: torch {torch.__version__} finds {gpus} GPU(s) here; cpu always works")
+        raise SettingError(f"device {wanted} does not exist: torch {torch.__version__} finds {gpus} GPU(s) here. Use cpu.")
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise SettingError(f"device mps: torch {torch.__version__} finds no Apple GPU here; cpu always works")
+        raise SettingError(f"device mps does not exist: torch {torch.__version__} finds no Apple GPU here. Use cpu.")
     return device
 
 
@@ -39,7 +39,7 @@ def choose_dtype(wanted: torch.dtype | None, device: torch.device) -> torch.dtyp
     """Returns the given dtype; by default bfloat16 on a GPU and float32 on the CPU."""
     dtype = wanted or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     if dtype not in DTYPES:
-        raise SettingError(f"dtype {dtype}: choose one of {', '.join(str(known) for known in DTYPES)}")
+        raise SettingError(f"dtype must be one of {', '.join(str(known) for known in DTYPES)}; got {dtype}.")
     return dtype
 
 
@@ -49,15 +49,15 @@ def check_quantize(wanted: str | None, device: torch.device, dtype: torch.dtype)
     if wanted is None or chosen == "int8":
         return chosen
     if chosen is None:
-        raise SettingError(f"quantize {wanted!r}: choose one of {', '.join(FORMATS)}, or leave it out")
-    alternatives = "quantize='int8' halves the weights everywhere, and without quantize they stay bfloat16"
+        raise SettingError(f"quantize must be one of {', '.join(FORMATS)}, or None; got {wanted!r}.")
+    alternatives = "quantize='int8' halves the weights on every device; without quantize they stay bfloat16"
     if device.type != "cuda":
-        raise SettingError(f"quantize 'fp8' multiplies on a GPU, and the device is {device}: {alternatives} or float32")
+        raise SettingError(f"quantize='fp8' needs an NVIDIA GPU; the device is {device}. {alternatives} or float32.")
     capability = torch.cuda.get_device_capability(device)
     if torch.version.hip is not None or capability < FP8_FROM:
         raise SettingError(
-            f"quantize 'fp8' needs an NVIDIA GPU of compute capability {FP8_FROM[0]}.{FP8_FROM[1]} (Ada) or 9.0 (Hopper) and newer; "
-            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}: {alternatives}"
+            f"quantize='fp8' needs an NVIDIA GPU of compute capability {FP8_FROM[0]}.{FP8_FROM[1]} (Ada) or 9.0 (Hopper) and newer;"
+            f" {torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}. {alternatives}."
         )
     check_quantized_dtype(chosen, dtype)
     return chosen
@@ -66,7 +66,7 @@ def check_quantize(wanted: str | None, device: torch.device, dtype: torch.dtype)
 def check_quantized_dtype(quantize: Quantize | None, dtype: torch.dtype) -> None:
     """Raises SettingError if products of such weights have no results of this dtype on any device."""
     if quantize == "fp8" and dtype == torch.float32:
-        raise SettingError(f"quantize 'fp8' gives results in half precision, and dtype is {dtype}: choose bfloat16 or float16, or int8")
+        raise SettingError(f"quantize='fp8' needs dtype bfloat16 or float16; got {dtype}. Change dtype, or use quantize='int8'.")
 
 
 def place(module: nn.Module, device: torch.device, dtype: torch.dtype, float32: tuple[str, ...]) -> None:
@@ -80,7 +80,7 @@ def place(module: nn.Module, device: torch.device, dtype: torch.dtype, float32: 
 def choose_kv_dtype(wanted: KvDtype | None) -> KvDtype | None:
     """Returns the type of keys and values; None is the dtype of the model."""
     if wanted is not None and wanted not in get_args(KvDtype):
-        raise SettingError(f"kv_dtype {wanted!r}: choose {', '.join(get_args(KvDtype))}, or leave it out to keep them as they are computed")
+        raise SettingError(f"kv_dtype must be {', '.join(get_args(KvDtype))}, or None for the model's dtype; got {wanted!r}.")
     return wanted
 
 

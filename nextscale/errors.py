@@ -1,4 +1,4 @@
-"""Every error a user can cause or meet. Each message says what was given, what was expected and what to do."""
+"""Errors that a user can cause or meet. Each message has the given value, the expected one and a remedy."""
 
 
 class NextscaleError(Exception):
@@ -14,7 +14,7 @@ class CheckpointError(NextscaleError):
 
 
 class WeightsMismatch(CheckpointError):
-    """A whole checkpoint, but not of this module."""
+    """A checkpoint that belongs to another module."""
 
 
 class DownloadError(CheckpointError):
@@ -26,7 +26,7 @@ class ProfileError(NextscaleError):
 
 
 class PromptError(NextscaleError):
-    """A prompt or class label that the model cannot take."""
+    """A prompt or class label that the model does not accept."""
 
 
 class SizeError(NextscaleError):
@@ -54,7 +54,7 @@ class OutOfMemory(NextscaleError):
 
 
 class Overloaded(NextscaleError):
-    """The queue is full; `retry_after` is in how many seconds there should be room."""
+    """The queue is full; `retry_after` is the number of seconds until there should be room."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -62,12 +62,12 @@ class Overloaded(NextscaleError):
 
 
 class ShuttingDown(NextscaleError):
-    """No further jobs are taken: those that were accepted are being finished."""
+    """The server accepts no further jobs and finishes the accepted ones."""
 
 
 class JobCancelled(NextscaleError):
-    """Whoever asked for these images has left."""
+    """The client has disconnected."""
 
 
 class DeadlinePassed(NextscaleError):
-    """The images were not ready in the time that they had."""
+    """The images were not ready before their deadline."""

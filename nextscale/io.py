@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, the folder of weights, and images between tensors and PIL."""
+"""Atomic writing of files, the folder of weights, and images between tensors and PIL."""
 
 import errno
 import math
@@ -28,12 +28,12 @@ def home() -> Path:
 
 
 def expanded(path: str | Path) -> Path:
-    """Returns a path in which ~ is the home folder; one of an unknown user stays, where `Path.expanduser` raises RuntimeError."""
+    """Returns a path in which ~ is the home folder; one of an unknown user stays; `Path.expanduser` raises RuntimeError."""
     return Path(os.path.expanduser(path))
 
 
 def regular(file: Path) -> Path:
-    """Returns the path if it is not a pipe or a device, which may never end. Raises OSError otherwise."""
+    """Returns the path if it is not a pipe or a device, which may never end; otherwise raises OSError."""
     if file.exists() and not file.is_file() and not file.is_dir():
         raise OSError(errno.EINVAL, "it must be a regular file; it is a pipe or a device", str(file))
     return file
@@ -50,7 +50,7 @@ def write_errors(target: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(target: Path) -> Iterator[Path]:
-    """Yields a temporary file beside `target` that replaces it at the end; if anything fails, Ctrl-C included, nothing is left."""
+    """Yields a temporary file beside `target` that replaces it at the end, and is removed after any failure, Ctrl-C included."""
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         with write_errors(target):
@@ -58,7 +58,7 @@ def replacing(target: Path) -> Iterator[Path]:
             yield temporary
             os.replace(temporary, target)
     finally:
-        with suppress(OSError):  # for example a parent that is a file, which the error above has named
+        with suppress(OSError):  # for example a parent that is a file, which the error above names
             temporary.unlink(missing_ok=True)
 
 
@@ -86,7 +86,7 @@ def append_text(text: str, target: Path) -> None:
 
 
 def encode_image(image: Image.Image, target: Path | BinaryIO, suffix: str, quality: int = LOSSY_QUALITY, **more: Any) -> None:
-    """Writes the image in the format of that suffix; `more` is for Pillow. quality: of formats that lose something.
+    """Writes the image in the format of that suffix; `more` is for Pillow. quality: of lossy formats.
 
     PNG is compressed by run lengths only: 512 x 512 pixels take 12 ms instead of 52 on a CPU core, and no more bytes.
     """

@@ -1,7 +1,7 @@
-"""Stages whose codes are given: nothing is sampled there, and the network reads them for the keys that later stages need.
+"""Stages with given codes: nothing is sampled, and the network reads them for the keys that later stages need.
 
-All of them are read in one pass in which every stage sees itself and those before it. Where that does not fit (text before the first
-stage, guidance inside the network, a method that runs blocks its own way) they are read stage by stage, which computes the same.
+All of them are read in one pass in which every stage sees itself and the stages before it. If that is not possible (text before the first
+stage, guidance inside the network, a method with its own way to run blocks) they are read stage by stage, with the same result.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ def checked_prefix(given: Sequence[Tensor], model: NextScaleModel, schedule: Sch
 
 
 def checked_codes(name: str, codes: object, model: NextScaleModel, stage: Stage, batch: int) -> Tensor:
-    """Returns the codes of a stage on the model's device, numbers as int64 and mixtures as float32.
+    """Returns the codes of a stage on the model's device, numbers as int64 and mixtures as float32. Raises SettingError for other shapes or
+    types.
 
-    Raises SettingError if they are of another shape or kind. Numbers are [batch, cells], for bits [batch, cells, bits]; residual canvases
-    also take mixtures over the codebook, [batch, cells, numbers].
+    Numbers are [batch, cells], for bits [batch, cells, bits]; residual canvases also take mixtures over the codebook, [batch, cells,
+    numbers].
     """
     *bits, choices = model.logit_shape
     expected = [batch, stage.cells, *bits]
@@ -66,7 +67,7 @@ def require_known(codes: Sequence[Tensor], name: str, model: NextScaleModel) -> 
 
 
 def fits_one_pass(model: NextScaleModel, ctx: ForwardContext) -> bool:
-    """Whether several stages can stand side by side: their positions and levels, in caches that take them at once."""
+    """Returns True if one pass can read several stages: their positions and levels, into caches that take them at once."""
     rope = ctx.cond.rope
     positions = ctx.cond.prefix is None and (rope is None or isinstance(rope, InterleavedRope))
     return (
@@ -78,7 +79,7 @@ def fits_one_pass(model: NextScaleModel, ctx: ForwardContext) -> bool:
 
 @torch.inference_mode()
 def read_in_one_pass(model: NextScaleModel, ctx: ForwardContext, stages: Sequence[Stage], seen: Sequence[Tensor | None]) -> None:
-    """Puts keys and values of these stages, the first ones, into the caches; `seen` is what the canvas shows of each."""
+    """Puts keys and values of the first stages into the caches; `seen` has the canvas's input of each stage."""
     x = torch.cat([model.embed(shown, stage, ctx) for stage, shown in zip(stages, seen, strict=True)], dim=1)
     joined = Stage(0, 1, x.shape[1], 0, False)
     number = torch.cat([torch.full((stage.cells,), stage.index, device=x.device) for stage in stages])

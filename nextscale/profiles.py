@@ -32,7 +32,7 @@ SUFFIX = ".profile.json"
 MAX_SIDE = 2**64  # pixels or cells: areas of larger sides are too large for floats
 MAX_TEXT = 1000
 SIGNS = 64  # values of each parameter whose signs are part of the fingerprint
-SLACK = 1e-6  # a bound that was computed apart from its value may miss it by rounding
+SLACK = 1e-6  # a bound may miss its value by rounding
 
 
 def check_fields(holder: object, expected: str, holds: Callable[[Any], bool], *names: str) -> None:
@@ -46,7 +46,7 @@ def is_line(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Interval:
-    """A value and the interval in which it lies."""
+    """A value and its interval."""
 
     value: float
     low: float
@@ -67,11 +67,11 @@ class Point:
     """A method with its settings, its speedup and its distance from dense generation."""
 
     method: str  # as `resolve_method` and the command line read it
-    speedup: Interval  # median over batches against dense generation in the same run, 20th to 80th percentile
+    speedup: Interval  # median over batches of the ratio to dense generation in the same run, 20th to 80th percentile
     lpips: Interval  # mean distance to the dense image of the same seed, 95 % bootstrap interval
     psnr: float  # to the dense image, in decibels
     ms: float  # per image, decoding included
-    macs: float  # share of those of dense generation
+    macs: float  # relative to dense generation
 
     def __post_init__(self) -> None:
         check_fields(self, "a line of text", is_line, "method")
@@ -90,7 +90,7 @@ class Point:
         return f"{self.speedup.value:.2f}x at LPIPS {self.lpips.value:.3f}"
 
 
-@lru_cache(maxsize=1024)  # asked for at every request
+@lru_cache(maxsize=1024)  # called at every request
 def measured_method(text: str) -> Method:
     """Returns the method of a point. The writer of a profile must not choose files that are read here."""
     if "/" in text or "\\" in text or ".json" in text:
@@ -110,7 +110,7 @@ class Profile:
 
     model: str  # its name
     family: str
-    fingerprint: str  # of its weights
+    fingerprint: str  # hash of its weights
     size: tuple[int, int]  # height, width in pixels
     grids: tuple[tuple[int, int], ...]  # of all stages
     batch: int
@@ -120,9 +120,9 @@ class Profile:
     hardware: str
     torch: str
     version: str  # of nextscale
-    prompts: str  # where they came from, in words
+    prompts: str  # description of their source
     searched: int  # prompts of the search
-    tested: int  # other prompts, from which the numbers here are
+    tested: int  # held-out prompts, from which the numbers here are
     seed: int
     dense_ms: float
     points: tuple[Point, ...]  # slowest first: each is faster and further from dense generation than the one before
@@ -155,7 +155,7 @@ class Profile:
         speeds = " to ".join(f"{point.speedup.value:.2f}x" for point in dict.fromkeys((self.points[0], self.points[-1])))
         return f"Profile({self.described}: {len(self.points)} {'point' if len(self.points) == 1 else 'points'}, {speeds})"
 
-    # --- points by what is asked for
+    # --- points by target
 
     def fastest(self, lpips: float) -> Point:
         """Returns the fastest point whose mean distance to dense images is at most this."""
@@ -178,7 +178,7 @@ class Profile:
 
     @property
     def described(self) -> str:
-        """The model, size, batch and machine that were measured, in words."""
+        """The measured model, size, batch and machine."""
         return f"{self.model} at {self.size[1]}x{self.size[0]}, batch {self.batch}, on {self.hardware}"
 
     # --- files
@@ -200,8 +200,8 @@ class Profile:
 def fingerprint(model: NextScaleModel) -> str:
     """Returns a hash of the weights by which a profile knows its model: the same on every device and in every float type.
 
-    It covers the names and shapes of all parameters and the signs of their first values, which no rounding changes. A quantized model
-    keeps the one that it had before: profiles of its weights in another format still belong to it.
+    It covers the names and shapes of all parameters and the signs of their first values, which no rounding changes. A quantized model keeps
+    the fingerprint of its original weights, so its profiles still apply.
     """
     if model.fingerprint is not None:
         return model.fingerprint

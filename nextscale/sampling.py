@@ -1,4 +1,4 @@
-"""From logits to codes: filters, samples, smoothing, and where the random numbers come from."""
+"""Sampling of codes from logits: filters, sampling, smoothing, and the sources of random numbers."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6  # guided logits divided by it stay
 
 @dataclass(frozen=True)
 class Sampling:
-    """How codes are chosen. The defaults change nothing: full distribution, temperature 1.
+    """Settings for the choice of codes. The defaults change nothing: full distribution, temperature 1.
 
     top_k: keep the k most likely codes (0: all); a number, or one per stage.
-    top_p: keep the most likely codes that make up this probability (0: all).
+    top_p: keep the most likely codes of this total probability (0: all).
     temperature: a number, or one per stage. greedy: always the most likely code; no random numbers are used.
     smooth: VAR's "more smooth": a mixture of codes, weighted with Gumbel noise, instead of a single one.
     sampled_sides, widest_sampled: FlexVAR's rule that only stages of these sides, up to this width, are sampled; the others are greedy.
-    filter_first: top_k and top_p see the logits before the temperature divides them (CoDe), not after.
+    filter_first: apply top_k and top_p before the temperature (CoDe), not after.
     suppressed_codes: code numbers that are made very unlikely (logit -100).
     last_repeats: the last stage is smoothed like the one before it (HART).
-    refine: how a model that has a refiner samples the late stages in several rounds (STAR); None: every stage at once.
+    refine: rounds in which a model with a refiner samples its late stages (STAR); None: every stage at once.
     """
 
     top_k: int | tuple[int, ...] = 0
@@ -59,7 +59,7 @@ class Sampling:
         require(widest is None or is_int(widest), "widest_sampled", "a whole number, or None", widest)
         require(isinstance(self.refine, Refinement | None), "refine", "a Refinement, or None (off)", self.refine)
         if self.greedy and self.smooth:
-            raise SettingError("greedy takes the most likely code and smooth a random mixture of codes: choose one of them")
+            raise SettingError("greedy takes the most likely code and smooth a random mixture of codes. Choose one of them.")
         good = all(is_number(one) and MIN_TEMPERATURE <= one <= MAX_TEMPERATURE for one in temperatures)
         expected = f"a number from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}, or a tuple of one per stage"
         require(good, "temperature", f"{expected} (greedy=True takes the most likely code)", self.temperature)
@@ -67,7 +67,7 @@ class Sampling:
         require(isinstance(codes, tuple) and all(map(is_int, codes)), "suppressed_codes", "a tuple of code numbers", codes)
 
     def changed(self, **settings: object) -> Sampling:
-        """A copy with some settings replaced; unknown names are refused."""
+        """Returns a copy with some settings replaced. Raises SettingError for unknown names."""
         if not settings:
             return self
         known = set(self.__dataclass_fields__)
@@ -76,17 +76,17 @@ class Sampling:
             raise SettingError(f"unknown setting {', '.join(unknown)}; sampling takes {', '.join(sorted(known))}")
         settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
         if settings.get("greedy") and "smooth" not in settings:
-            settings["smooth"] = False  # where smoothing is the published setting, greedy alone is a clear wish
+            settings["smooth"] = False  # greedy=True overrides a published smooth=True
         return replace(self, **settings)  # type: ignore[arg-type]
 
     def check(self, schedule: Schedule) -> None:
         for name in ("temperature", "top_k"):
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) < len(schedule):
-                raise SettingError(f"{len(value)} values of {name} for {len(schedule)} stages: give one per stage, or a single number")
+                raise SettingError(f"{name} must be one number, or one per stage ({len(schedule)}); got {len(value)} values.")
 
     def prepare(self, logits: Tensor, stage: Stage) -> Tensor:
-        """Guided logits with this stage's temperature and the suppressed codes applied."""
+        """Returns guided logits with this stage's temperature and the suppressed codes applied."""
         if not self.filter_first:
             logits = self.apply_temperature(logits, stage)
         if self.suppressed_codes:
@@ -96,7 +96,7 @@ class Sampling:
         return logits
 
     def apply_temperature(self, logits: Tensor, stage: Stage) -> Tensor:
-        """Logits divided by this stage's temperature."""
+        """Returns logits divided by this stage's temperature."""
         temperature = self.temperature[stage.index] if isinstance(self.temperature, tuple) else self.temperature
         return logits if temperature == 1 else logits / temperature
 
@@ -109,18 +109,18 @@ class Sampling:
         return self.top_k[stage.index] if isinstance(self.top_k, tuple) else self.top_k
 
     def progress(self, stage: Stage, stages: int) -> float:
-        """How sharp the smoothing of a stage is: 0 at the first, 1 at the last, or there as at the one before."""
+        """Returns the sharpness of a stage's smoothing: 0 at the first, 1 at the last, with `last_repeats` there as at the one before."""
         last = stages - 1
         return min(stage.index, max(last - 1, 0) if self.last_repeats else last) / max(last, 1)
 
 
 @dataclass(frozen=True)
 class Refinement:
-    """STAR's refinement of late stages: a stage is sampled in rounds, and every round sees what earlier rounds have settled.
+    """STAR's refinement of late stages: a stage is sampled in rounds, and every round sees the codes of earlier rounds.
 
     first_stage: the first that is refined. rounds: per refined stage, the last entry also for all later ones. drafted: number of first
-    rounds of each that sample from the main model's logits instead of the refiner's. random: number of first rounds in which the cells
-    to settle are picked at random; later ones settle those whose code is most certain.
+    rounds of each that sample from the main model's logits instead of the refiner's. random: number of first rounds that settle random
+    cells; later ones settle the cells with the most certain codes.
     """
 
     first_stage: int = 9
@@ -134,25 +134,25 @@ class Refinement:
         require(good, "refine", "made of whole numbers, with as many rounds (at least 1) as drafted rounds (at least 0)", self)
 
     def at(self, stage: Stage) -> tuple[int, int]:
-        """Rounds of a stage, and how many of them are drafted."""
+        """Returns the rounds of a stage, and the number of drafted ones."""
         entry = min(stage.index - self.first_stage, len(self.rounds) - 1)
         return self.rounds[entry], self.drafted[entry]
 
 
 @runtime_checkable
 class Rng(Protocol):
-    """The source of random numbers of one request. Every cell of a stage has its own, whether or not its token is run."""
+    """The source of random numbers of one request. Every cell of a stage has its own, even if its token does not run."""
 
     def exponential(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Unit exponential numbers; the first axis of `shape` is the image."""
+        """Returns unit exponential numbers; the first axis of `shape` is the image."""
         ...
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Numbers between 0 and 1."""
+        """Returns numbers between 0 and 1."""
         ...
 
     def normal(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        """Standard normal numbers."""
+        """Returns standard normal numbers."""
         ...
 
 
@@ -165,7 +165,7 @@ FILLS: dict[NoiseKind, Callable[..., Tensor]] = {
 
 
 class Streams(ABC):
-    """Base of the sources of random numbers, which differ in how they draw."""
+    """Base of the sources of random numbers; subclasses draw them."""
 
     @abstractmethod
     def draw(self, kind: NoiseKind, shape: Sequence[int], device: torch.device) -> Tensor: ...
@@ -200,7 +200,7 @@ METHOD_STREAM = 0x6E657874_7363616C  # mixed into an image's seed for the noise 
 
 
 def method_rng(seeds: Sequence[int], device: torch.device) -> ImageRng:
-    """Random numbers of an acceleration method for images with these seeds, apart from the images' own."""
+    """Returns the random numbers of an acceleration method for images with these seeds, separate from the images' own."""
     return ImageRng([seed ^ METHOD_STREAM for seed in seeds], device)
 
 
@@ -215,7 +215,7 @@ class SharedRng(Streams):
 
 
 def filter_logits(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Logits [..., V] with everything outside the top k, then outside the top p of what is left, set to -inf. Ties with the k-th stay."""
+    """Returns logits [..., V] with everything outside the top k, then outside the top p of the rest, set to -inf. Ties with the k-th stay."""
     if 0 < top_k < logits.shape[-1]:
         threshold = logits.topk(top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < threshold, float("-inf"))
@@ -231,19 +231,19 @@ Noise = Callable[[Sequence[int], torch.device], Tensor]
 
 
 def cell_noise(noise: Noise, tokens: Tokens, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Random numbers [B, N, ...] for some tokens: made for all cells of the stage, then taken where the tokens are.
+    """Returns random numbers [B, N, ...] for some tokens, taken from numbers for all cells of the stage.
 
-    So the noise of a token does not depend on which others are run, and padding has that of the token that it repeats.
+    So the noise of a token does not depend on the other tokens that run, and padding has the noise of the token that it repeats.
     """
     of_cells = noise((shape[0], tokens.stage.cells, *shape[2:]), device)
     return tokens.gather(of_cells.flatten(2) if of_cells.ndim > 2 else of_cells[..., None]).view(*shape)
 
 
 def sample(logits: Tensor, noise: Tensor) -> Tensor:
-    """One code per position from filtered logits [..., V] and unit exponential noise of the same shape.
+    """Returns one code per position from filtered logits [..., V] and unit exponential noise of the same shape.
 
-    The largest ratio of probability to noise is distributed like the softmax; torch.multinomial with one sample computes the same from
-    the same generator state, so seeds give the codes of the reference implementations.
+    The largest ratio of probability to noise is distributed like the softmax; torch.multinomial with one sample computes the same from the
+    same generator state, so seeds give the codes of the reference implementations.
     """
     return (logits.softmax(dim=-1) / noise).argmax(dim=-1)
 
@@ -255,7 +255,7 @@ def gumbel_softmax(logits: Tensor, noise: Tensor, progress: float) -> Tensor:
 
 
 def sample_codes(logits: Tensor, tokens: Tokens, sampling: Sampling, rng: Rng) -> tuple[Tensor, Tensor]:
-    """Code numbers [B, N, ...] for prepared logits [B, N, ..., V], and the filtered logits that they were sampled from."""
+    """Returns code numbers [B, N, ...] for prepared logits [B, N, ..., V], and the filtered logits from which they were sampled."""
     kept = filter_logits(logits, sampling.top_k_at(tokens.stage), sampling.top_p)
     if sampling.filter_first:
         kept = sampling.apply_temperature(kept, tokens.stage)
@@ -265,14 +265,16 @@ def sample_codes(logits: Tensor, tokens: Tokens, sampling: Sampling, rng: Rng) -
 
 
 def kernel_samples(logits: Tensor, sampling: Sampling, stage: Stage) -> bool:
-    """Whether the kernel samples what `sample_codes` would: one of two codes, with a top p that never decides between equals."""
+    """Returns True if the kernel gives the results of `sample_codes`: one of two codes, with a top p that never decides between equals."""
     usual = not sampling.smooth and not sampling.filter_first
     two = logits.shape[-1] == 2 and logits.dtype == torch.float32 and sampling.top_k_at(stage) != 1 and usual
     return two and (sampling.top_p == 0 or sampling.top_p > 0.5) and kernels.available(logits)
 
 
 def choose(logits: Tensor, tokens: Tokens, stages: int, sampling: Sampling, rng: Rng) -> tuple[Tensor, Tensor]:
-    """Codes for prepared logits [B, N, ..., V]: the sampled numbers, and what goes on the canvas (the numbers, or a mixture [..., V])."""
+    """Returns the codes for prepared logits [B, N, ..., V]: the sampled numbers, and the codes for the canvas (the numbers, or a mixture
+    [..., V]).
+    """
     if sampling.greedy:
         ids = logits.argmax(dim=-1)
         return ids, ids
@@ -287,6 +289,6 @@ def choose(logits: Tensor, tokens: Tokens, stages: int, sampling: Sampling, rng:
 
 
 def pass_noise(shape: Sequence[int], sampling: Sampling, rng: Rng, device: torch.device) -> None:
-    """Draws and discards the random numbers that `choose` takes for logits of this shape on all cells of a stage."""
+    """Draws and discards the random numbers of `choose` for logits of this shape on all cells of a stage."""
     for _ in range(0 if sampling.greedy else 2 if sampling.smooth else 1):
         rng.exponential(shape, device)

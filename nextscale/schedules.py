@@ -1,4 +1,4 @@
-"""Which schedules a model offers, and how a size or an aspect ratio picks one."""
+"""The schedules of a model, and the choice of one by size or aspect ratio."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SizeLike = Schedule | tuple[int, int] | int | str | None
 """A schedule, (height, width) in pixels, the side of a square, or the name of a pixel budget."""
 
 AspectLike = float | str | None
-"""Height divided by width, or "width:height" such as "16:9"."""
+"""Height divided by width, or "W:H" such as "16:9"."""
 
 
 Chosen = TypeVar("Chosen", Schedule, tuple[int, int])
@@ -29,12 +29,12 @@ class Schedules(Protocol):
     def choose(self, size: SizeLike, aspect: AspectLike) -> Schedule: ...
 
     def offers(self) -> list[tuple[int, int]]:
-        """Image sizes (height, width) that can be asked for."""
+        """Returns the image sizes (height, width) of the model."""
         ...
 
 
 def parse_aspect(aspect: float | str) -> float:
-    """Height divided by width."""
+    """Returns height divided by width."""
     try:
         if isinstance(aspect, str) and ":" in aspect:
             width, height = (float(part) for part in aspect.split(":"))
@@ -51,13 +51,13 @@ def parse_aspect(aspect: float | str) -> float:
 def parse_size(size: tuple[int, int] | int) -> tuple[int, int]:
     pair = tuple(size) if isinstance(size, Sequence) else (size, size)
     if len(pair) != 2 or not all(is_int(side, least=1) for side in pair):
-        raise SizeError(f"size {size!r}: give (height, width) in pixels, both positive whole numbers")
+        raise SizeError(f"size must be (height, width) in pixels, both ints of at least 1; got {size!r}.")
     return pair[0], pair[1]
 
 
 def without_aspect(size: Chosen, aspect: AspectLike) -> Chosen:
     if aspect is not None:
-        raise SizeError(f"size {size} already fixes the aspect ratio; leave out aspect={aspect!r}")
+        raise SizeError(f"size {size} already fixes the aspect ratio. Leave out aspect={aspect!r}.")
     return size
 
 
@@ -82,9 +82,11 @@ class SquareSchedules:
         if isinstance(size, Schedule):
             return without_aspect(size, aspect)
         if isinstance(size, str):
-            raise SizeError(f"size {size!r}: this model takes (height, width) in pixels or a Schedule, not a pixel budget")
+            raise SizeError(
+                f"size must be (height, width) in pixels or a Schedule for this model, which has no pixel budgets; got {size!r}."
+            )
         if aspect is not None and parse_aspect(aspect) != 1:
-            raise SizeError(f"aspect {aspect!r}: this model's schedules are square; nearest: 1:1")
+            raise SizeError(f"aspect must be 1:1 for this model, whose images are square; got {aspect!r}.")
         if size is None:
             return square_stages(self.sides[0])
         wanted = parse_size(size)
@@ -110,20 +112,20 @@ FLEXVAR_STEPS = {
     13: (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16),
     14: (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14, 16),
 }
-"""FlexVAR's schedules at 256 px by number of steps; any other list of sides works too."""
+"""FlexVAR's schedules at 256 px by number of stages; any other list of sides works too."""
 FLEXVAR_512 = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 23, 32)
 
 HART_1024 = (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64)
 """Sides of HART's and STAR's stages."""
 
 BUDGETS = {"0.06M": 7, "0.25M": 10, "0.60M": 12, "1M": 13}
-"""Infinity's pixel budgets: how many stages of the aspect ratio's list they run."""
+"""Infinity's pixel budgets: number of stages of the aspect ratio's list."""
 LARGER_BUDGETS = {"1.8M": 14, "4M": 15}
 """Budgets past Infinity's training."""
 LARGER_FACTORS = (21 / 16, 2.0)
 """Stages 14 and 15 are larger than the last trained one by these factors (64: 84 and 128)."""
 STRIDE_8_BUDGETS = {"0.02M": 7, "0.06M": 10, "0.15M": 12, "0.25M": 13}
-"""The trained numbers of stages where a token stands for 8 x 8 pixels: images of a quarter of the pixels."""
+"""Trained numbers of stages for tokens of 8 x 8 pixels: images of a quarter of the pixels."""
 BUDGETS_BY_STRIDE = {PIXELS_PER_TOKEN: BUDGETS | LARGER_BUDGETS, 8: STRIDE_8_BUDGETS}
 
 _TALL = {
@@ -140,7 +142,7 @@ _WIDE = {1.25: 0.8, 1.333: 0.75, 1.5: 0.666, 1.75: 0.571, 2.0: 0.5, 2.5: 0.4, 3.
 
 
 def _infinity_table() -> dict[float, tuple[tuple[int, int], ...]]:
-    """Template (height / width) to its 13 sizes, in the published order: ties go to the first."""
+    """Returns the 13 sizes of each template (height / width), in the published order: ties go to the first."""
     table: dict[float, tuple[tuple[int, int], ...]] = {}
     for ratio, text in _TALL.items():
         pairs = (pair.split("x") for pair in text.split())
@@ -157,7 +159,7 @@ FARTHEST_ASPECT = 0.125  # relative; every ratio from 1:3 to 3:1 is nearer to a 
 
 @cache
 def infinity_stages(template: float, stages: int) -> Schedule:
-    """Positions refer to the grid of 13 stages of the template, however few there are; to the last grid where that is larger."""
+    """Returns the schedule with positions on the grid of the template's 13 stages, or on the last grid if that is larger."""
     sizes = INFINITY_SIZES[template]
     if stages <= len(sizes):
         return Schedule(sizes[:stages], extent=sizes[-1])
@@ -167,12 +169,12 @@ def infinity_stages(template: float, stages: int) -> Schedule:
 
 
 FASTVAR_GRIDS = {2.0: (120, 60), 0.5: (60, 120), 1.333: (84, 63), 0.75: (63, 84)}
-"""Stage 14 by template in a comment of FastVAR's released program, whose "2K" is most likely 1920x960. Its 84x84 is that of "1.8M"."""
+"""Stage 14 by template in a comment of FastVAR's released program, whose "2K" is most likely 1920x960. Its 84x84 is the stage of "1.8M"."""
 
 
 @cache
 def infinity_images(pixels_per_token: int) -> dict[tuple[int, int], Schedule]:
-    """All sizes in pixels of a stride, no two of which are the same."""
+    """Returns all sizes in pixels of a stride; each occurs once."""
     budgets = BUDGETS_BY_STRIDE[pixels_per_token].values()
     schedules = [infinity_stages(template, stages) for template in INFINITY_SIZES for stages in budgets]
     if pixels_per_token == PIXELS_PER_TOKEN:
@@ -182,7 +184,7 @@ def infinity_images(pixels_per_token: int) -> dict[tuple[int, int], Schedule]:
 
 @dataclass(frozen=True)
 class InfinitySchedules:
-    """Fifteen aspect ratios times the pixel budgets of a stride; for the published one two are larger than what was trained."""
+    """Fifteen aspect ratios times the pixel budgets of a stride; the published stride has two budgets beyond training."""
 
     budget: str = "1M"
     pixels_per_token: int = PIXELS_PER_TOKEN
@@ -193,7 +195,7 @@ class InfinitySchedules:
 
     @property
     def budgets(self) -> dict[str, int]:
-        """Name, which gives the pixels of the image, to number of stages."""
+        """Number of stages by name; the name gives the pixels of the image."""
         return BUDGETS_BY_STRIDE[self.pixels_per_token]
 
     def choose(self, size: SizeLike, aspect: AspectLike) -> Schedule:
@@ -202,7 +204,7 @@ class InfinitySchedules:
         if isinstance(size, str) or size is None:
             budget = self.budget if size is None else size
             if budget not in self.budgets:
-                raise SizeError(f"unknown pixel budget {budget!r}; choose one of {', '.join(self.budgets)}, or (height, width)")
+                raise SizeError(f"size must be (height, width) or a pixel budget, one of {', '.join(self.budgets)}; got {budget!r}.")
             return infinity_stages(self._template(aspect), self.budgets[budget])
         wanted = without_aspect(parse_size(size), aspect)
         found = infinity_images(self.pixels_per_token).get(wanted)

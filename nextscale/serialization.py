@@ -68,7 +68,7 @@ def from_plain(kind: type[T], value: Any, where: str, choices: Mapping[Any, tupl
 
     Args:
         where: name of the value in messages.
-        choices: the classes that stand for a protocol or a base class. A dataclass among several is told by its name under "type".
+        choices: the classes of a protocol or a base class. The key "type" names one of several dataclasses.
 
     Raises:
         ValueError: names the field that does not fit.
@@ -147,6 +147,6 @@ def to_plain(value: Any) -> Any:
 
 
 def listed(names: Sequence[object]) -> str:
-    """Returns the first names of a file for a message; what cannot be printed is shown as its escape."""
+    """Returns the first names of a file for a message, with escapes for characters that cannot be printed."""
     shown = ", ".join(name if name.isprintable() else repr(name)[1:-1] for name in (str(name)[:200] for name in names[:SHOWN]))
     return f"{shown} and {len(names) - SHOWN} more" if len(names) > SHOWN else shown

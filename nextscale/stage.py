@@ -1,4 +1,4 @@
-"""Stages of a schedule, and which grid cells a token tensor stands for."""
+"""Stages of a schedule, and the grid cells of a token tensor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Stage:
     index: int
     height: int
     width: int
-    start: int  # tokens of all earlier stages together
+    start: int  # number of tokens of all earlier stages
     last: bool
 
     @property
@@ -40,8 +40,8 @@ class Stage:
 class Schedule:
     """The stages of one image, coarse to fine.
 
-    `extent` is the grid on which normalized positions are measured. It is the last stage, except for Infinity's small budgets,
-    which keep the positions of the one-megapixel grid of the same aspect ratio.
+    `extent` is the grid on which normalized positions are measured. It is the last stage, except for Infinity's small budgets, which keep
+    the positions of the one-megapixel grid of the same aspect ratio.
     """
 
     def __init__(self, sizes: Sequence[int | tuple[int, int]], extent: tuple[int, int] | None = None) -> None:
@@ -52,7 +52,7 @@ class Schedule:
         if not pairs or not all(len(pair) == 2 and all(isinstance(side, int) and side >= 1 for side in pair) for pair in pairs):
             raise SizeError(f"a schedule must be a non-empty list of sides or (height, width) pairs, all at least 1; got {sizes!r}.")
         if pairs[0] != (1, 1):
-            raise SizeError(f"the first stage is the single start token (1, 1); got {pairs[0]}")
+            raise SizeError(f"the first stage must be the single start token (1, 1); got {pairs[0]}.")
         stages, start = [], 0
         for index, (height, width) in enumerate(pairs):
             stages.append(Stage(index, height, width, start, index == len(pairs) - 1))
@@ -98,14 +98,14 @@ def resize_area(x: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def topk_indices_sorted(score: Tensor, keep: int) -> Tensor:
-    """Positions of the `keep` largest entries of every row of score [R, N], ascending: [R, keep]. Of equals the first is taken."""
+    """Returns the positions of the `keep` largest entries of every row of score [R, N], ascending: [R, keep]. Of equals the first is taken."""
     if score.dtype == torch.float32 and kernels.available(score):
         return kernels.topk_indices_sorted(score, keep)
     return score.argsort(dim=1, descending=True, stable=True)[:, :keep].sort(dim=1).values
 
 
 def repeat_tail(x: Tensor, count: Tensor | None) -> Tensor:
-    """x [R, N, ...] with every entry beyond a row's `count` [R] replaced by its last real one, as `Tokens` promises. None: all are real."""
+    """Returns x [R, N, ...] with every entry beyond a row's `count` [R] replaced by the row's last real entry. None: all entries are real."""
     if count is None:
         return x
     place = torch.minimum(torch.arange(x.shape[1], device=x.device), count[:, None] - 1)  # [R, N]
@@ -114,13 +114,12 @@ def repeat_tail(x: Tensor, count: Tensor | None) -> Tensor:
 
 @dataclass(slots=True)
 class Tokens:
-    """Which grid cells an [R, N, C] tensor stands for.
+    """The grid cells of an [R, N, C] tensor. `index` is None in the dense case: every cell in raster order.
 
-    `index` is None for the dense case: every cell in raster order. With rows of different length, `count` says how many of the N
-    entries of a row are real; the tail repeats the row's last real token, so that writing it twice changes nothing.
-    `prefix` tokens that are not on the grid stand before those that are: text that is read together with the first stage (HART), or
-    a summary of the prompt (STAR's refiner). The grid's own operations refuse them; see `on_grid`.
-    With a `packing` hidden states of rows of different length lie one after another, [F, T, C]; everything else has padded rows as ever.
+    With rows of different length, `count` is the number of real entries of a row; the tail repeats the row's last real token, so that
+    writing it twice changes nothing. `prefix` tokens that are not on the grid precede the others: text that is read together with the first
+    stage (HART), or a summary of the prompt (STAR's refiner). The grid's own operations refuse them; see `on_grid`. With a `packing` hidden
+    states of rows of different length follow one another, [F, T, C]; everything else has padded rows.
     """
 
     stage: Stage
@@ -131,11 +130,11 @@ class Tokens:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a row, padding included."""
+        """Number of tokens of a row, padding included."""
         return self.prefix + (self.stage.cells if self.index is None else self.index.shape[1])
 
     def on_grid(self, x: Tensor) -> tuple[Tensor, Tokens]:
-        """Hidden states x and these tokens without the prefix."""
+        """Returns hidden states x and these tokens without the prefix."""
         if not self.prefix:
             return x, self
         grid = self.with_prefix(0)
@@ -144,21 +143,21 @@ class Tokens:
         return x[:, self.prefix :], grid
 
     def prepend(self, prefix: Tensor, x: Tensor) -> Tensor:
-        """Hidden states x of these tokens without the prefix, and `prefix` [R, P, C] before those of every row."""
+        """Returns hidden states x of these tokens without the prefix, with `prefix` [R, P, C] at the start of every row."""
         grid = self.with_prefix(0)
         if self.packing is not None and grid.packing is not None:
             return self.packing.with_prefix(prefix, x, grid.packing)
         return torch.cat([prefix, x], dim=1)
 
     def take(self, selection: Tensor, count: Tensor | None = None) -> Tokens:
-        """The tokens at `selection` [R, K], positions within this set."""
+        """Returns the tokens at `selection` [R, K], positions within this set."""
         self._require_grid()
         return Tokens(self.stage, selection if self.index is None else self.index.gather(1, selection), count)
 
     def top(self, score: Tensor, keep: int | Tensor, num_tokens: int | None = None) -> tuple[Tensor, Tokens]:
-        """The best of each row by `score` [R, N], in raster order: `keep` of every row, or keep[r] of row r, padded to `num_tokens`.
+        """Returns the best tokens of each row by `score` [R, N], in raster order, and their positions within this set.
 
-        Returns their positions within this set and the tokens. Nothing is read back from the device.
+        Keeps `keep` of every row, or keep[r] of row r, padded to `num_tokens`. Reads nothing back from the device.
         """
         self._require_grid()
         if self.count is not None:
@@ -175,10 +174,10 @@ class Tokens:
         # Sorting with the surplus pushed to the end puts the kept ones first, in raster order.
         kept = best.masked_fill(slot >= keep[:, None], score.shape[1]).sort(dim=1).values
         selection = kept.gather(1, torch.minimum(slot, keep[:, None] - 1))
-        return selection, self.take(selection, keep.int())  # as the caches of all layers take it
+        return selection, self.take(selection, keep.int())  # int32, as the caches of all layers take it
 
     def gather(self, grid: Tensor) -> Tensor:
-        """Entries of `grid` [R or 1, cells, C] at these tokens: [R, N, C]."""
+        """Returns the entries of `grid` [R or 1, cells, C] at these tokens: [R, N, C]."""
         self._require_grid()
         if self.index is None:
             return grid
@@ -186,7 +185,7 @@ class Tokens:
         return rows.gather(1, self.index[..., None].expand(-1, -1, grid.shape[-1]))
 
     def scatter(self, values: Tensor, grid: Tensor) -> Tensor:
-        """A copy of `grid` [R, cells, C] with `values` [R, N, C] written at these tokens."""
+        """Returns a copy of `grid` [R, cells, C] with `values` [R, N, C] written at these tokens."""
         self._require_grid()
         if self.index is None:
             return values
@@ -199,14 +198,14 @@ class Tokens:
         return tokens.packed(self.packing.images, self.packing.total + self.packing.images * (prefix - self.prefix))
 
     def repeat(self, times: int) -> Tokens:
-        """The same cells for several times as many rows."""
+        """Returns the same cells for several times as many rows."""
         if self.index is None:
             return self
         count = None if self.count is None else self.count.repeat(times)
         return Tokens(self.stage, self.index.repeat(times, 1), count, self.prefix, self.packing)
 
     def rows(self, rows: slice) -> Tokens:
-        """These tokens for some of the rows only; where they are packed, for those of a cfg branch."""
+        """Returns these tokens for some of the rows; if they are packed, for the rows of a cfg branch."""
         if self.index is None:
             return self
         return Tokens(self.stage, self.index[rows], None if self.count is None else self.count[rows], self.prefix, self.packing)
@@ -214,7 +213,7 @@ class Tokens:
     # --- packed rows
 
     def packed(self, images: int, total: int) -> Tokens:
-        """The same tokens, with the hidden states of `images` rows one after another in `total` entries."""
+        """Returns the same tokens, with the hidden states of `images` rows one after another in `total` entries."""
         assert self.index is not None
         count = self.count
         if count is None:
@@ -225,36 +224,36 @@ class Tokens:
         return self if self.packing is None else replace(self, packing=None)
 
     def pack(self, rows: Tensor) -> Tensor:
-        """Padded rows [R, N, ...] as hidden states of these tokens lie."""
+        """Returns padded rows [R, N, ...] in the layout of these tokens' hidden states."""
         return rows if self.packing is None else self.packing.pack(rows)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """Hidden states, or what follows from each, as padded rows [R, N, ...]."""
+        """Returns hidden states, or values per token, as padded rows [R, N, ...]."""
         return x if self.packing is None else self.packing.unpack(x)
 
     def of_rows(self, values: Tensor) -> Tensor:
-        """Values [R, 1, C] of rows, so that they fit hidden states."""
+        """Returns values [R, 1, C] of rows in a shape that broadcasts to hidden states."""
         return values if self.packing is None else self.packing.of_rows(values)
 
     def rows_of(self, x: Tensor) -> int:
-        """The number of rows of hidden states x."""
+        """Returns the number of rows of hidden states x."""
         return x.shape[0] * (1 if self.packing is None else self.packing.images)
 
     def branch_size(self, images: int) -> int:
-        """How many entries of the first axis of hidden states a cfg branch with this number of images has."""
+        """Returns the number of entries on the first axis of hidden states of a cfg branch with this number of images."""
         return images if self.packing is None else 1
 
     @property
     def whole(self) -> bool:
-        """Whether every cell of the stage is among these, in whatever order."""
+        """Returns True if every cell of the stage is among these, in any order."""
         return self.count is None and self.num_tokens == self.prefix + self.stage.cells
 
     def aligned(self, other: Tokens) -> bool:
-        """Whether a tensor of these tokens is one of the others too, as far as that is known without looking at the cells."""
+        """Returns True if these tokens are known to be among the others without comparing cells."""
         return other is self or (other.index is None and self.index is None)
 
     def move(self, values: Tensor, target: Tokens) -> Tensor:
-        """Values [R, N, ...] of these tokens at the tokens of `target` [R, M, ...]; zero at those that are not among these."""
+        """Returns values [R, N, ...] of these tokens at the tokens of `target` [R, M, ...], zero at tokens that are not among these."""
         if self.aligned(target):
             return values
         flat = values.flatten(2) if values.ndim > 2 else values[..., None]

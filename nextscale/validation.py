@@ -1,4 +1,4 @@
-"""Checks of settings that a caller gives. True and False are not numbers."""
+"""Checks of settings. True and False are not numbers."""
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ def is_number(value: object) -> bool:
 
 
 def is_finite(value: object) -> bool:
-    """Returns True for a number that a float can hold: integers may have any length, and JSON has NaN and infinities."""
+    """Returns True for a number that fits into a float: integers may have any length, and JSON has NaN and infinities."""
     number: Any = value
     return is_number(value) and bool(abs(number) <= sys.float_info.max)
 
@@ -24,7 +24,7 @@ def is_int(value: object, least: int = 0) -> bool:
 
 def is_fraction(value: object, above_zero: bool = False) -> bool:
     """Returns True for a number from 0 to 1; with `above_zero` not for 0 itself."""
-    number: Any = value  # not as a float: there is none for 10**400
+    number: Any = value  # not as a float: 10**400 has none
     return is_number(value) and bool((number > 0 if above_zero else number >= 0) and number <= 1)
 
 

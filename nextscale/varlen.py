@@ -1,4 +1,4 @@
-"""Rows of different length, one after another: what treats every token by itself then runs no padding."""
+"""Packed rows of different length, so that layers that treat every token by itself run no padding."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class VarlenLayout:
-    """Where the tokens of B images lie, of which each has its own number: one image after another, T entries together.
+    """Layout of the tokens of B images with different token counts: one image after another, T entries in total.
 
-    Both rows of a guided pair have the same cells, so that hidden states are [F, T, C], one entry per cfg branch, where padded rows are
-    [F * B, N, C]. Entries beyond the last token are padding: they stand for that token once more, and nothing reads what they become.
+    Both rows of a guided pair have the same cells, so that hidden states are [F, T, C], one entry per cfg branch, instead of padded rows [F
+    * B, N, C]. Entries after the last token are padding: they repeat that token, and their results are not read.
     """
 
     image: Tensor  # [T]
-    place: Tensor  # [T], within the tokens of its image
-    cell: Tensor  # [T], on the grid; tokens before those of the grid count up to -1
+    place: Tensor  # [T], position among the tokens of its image
+    cell: Tensor  # [T], on the grid; prefix tokens count up to -1
     cu_seqlens: Tensor  # [B + 1], the first entry of each image, and the end of the last; int32
-    slots: Tensor  # [B * N], the entry of every place in a padded row
+    slots: Tensor  # [B * N], the entry of every position in a padded row
     width: int  # N
 
     @classmethod
     def of(cls, index: Tensor, count: Tensor, total: int, prefix: int = 0) -> VarlenLayout:
-        """`index` [B, N]: cells of padded rows, of which count[b] are real, with `prefix` tokens before them; `total`: T.
+        """Returns the layout of padded rows with cells `index` [B, N], of which count[b] are real, after `prefix` tokens; `total`: T.
 
-        Nothing is read back from the device. Where `total` is too small the last tokens are left out.
+        Reads nothing back from the device. If `total` is too small, the last tokens are left out.
         """
         width = index.shape[1] + prefix
         counts = count.long() + prefix
@@ -53,38 +53,38 @@ class VarlenLayout:
         return self.image.shape[0]
 
     def pack(self, rows: Tensor) -> Tensor:
-        """Padded rows [F * B, N, ...] to [F, T, ...]."""
+        """Packs padded rows [F * B, N, ...] to [F, T, ...]."""
         return self._of_images(rows).index_select(1, self.image * self.width + self.place)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """[F, T, ...] to padded rows [F * B, N, ...]."""
+        """Unpacks [F, T, ...] to padded rows [F * B, N, ...]."""
         return x.index_select(1, self.slots).unflatten(1, (self.images, self.width)).flatten(0, 1)
 
     def gather(self, grid: Tensor) -> Tensor:
-        """Entries of `grid` [F * B, cells, C] at the tokens: [F, T, C]."""
+        """Returns the entries of `grid` [F * B, cells, C] at the tokens: [F, T, C]."""
         return self._of_images(grid).index_select(1, self.image * grid.shape[1] + self.cell)
 
     def of_rows(self, values: Tensor) -> Tensor:
-        """Values [F * B, 1, C] of rows, for every token: [F, T, C]."""
+        """Returns values [F * B, 1, C] of rows for every token: [F, T, C]."""
         return self._of_images(values).index_select(1, self.image)
 
     def repeat_last(self, x: Tensor) -> Tensor:
-        """x [F, T, ...] with what the last token has become in the place of all padding."""
+        """Returns x [F, T, ...] with the last token's value at all padding."""
         entry = torch.arange(self.total, device=x.device)
         return x.index_select(1, torch.minimum(entry, self.cu_seqlens[-1] - 1))
 
     def row(self, branches: int) -> Tensor:
-        """The row of every entry among F * B, [F, T]."""
+        """Returns the row of every entry among F * B, [F, T]."""
         return torch.arange(branches, device=self.image.device)[:, None] * self.images + self.image
 
     def without_prefix(self, x: Tensor, grid: VarlenLayout) -> Tensor:
-        """x [F, T, C] at the tokens that lie on the grid, which are packed as `grid` says."""
+        """Returns x [F, T, C] at the tokens on the grid, which are packed by `grid`."""
         prefix = self.width - grid.width
         entry = self.cu_seqlens[grid.image] + prefix + grid.place
         return x.index_select(1, entry.clamp(max=self.total - 1))
 
     def with_prefix(self, prefix: Tensor, x: Tensor, grid: VarlenLayout) -> Tensor:
-        """x of the tokens on the grid, packed as `grid` says, with those before them: [F * B, P, C] and [F, T, C] to this packing."""
+        """Adds the tokens before the grid: [F * B, P, C] and x [F, T, C] packed by `grid` to this packing."""
         before = prefix.shape[1]
         both = torch.cat([self._of_images(prefix), x], dim=1)
         on_grid = self.images * before + grid.cu_seqlens[self.image] + self.place - before
@@ -92,5 +92,5 @@ class VarlenLayout:
         return both.index_select(1, entry.clamp(max=both.shape[1] - 1))
 
     def _of_images(self, rows: Tensor) -> Tensor:
-        """[F * B, N, ...] to [F, B * N, ...]."""
+        """Returns [F * B, N, ...] as [F, B * N, ...]."""
         return rows.unflatten(0, (-1, self.images)).flatten(1, 2)

@@ -551,7 +551,7 @@ def test_temperature_acts_at_its_stage(family: str) -> None:
     hot = drawn(family, temperature=[1.0, 1.0, 50.0, 1.0, 1.0][:stages])
     assert tiny.same_codes(hot.codes[:2], plain.codes[:2])
     assert not tiny.close_codes(family, hot.codes[2:3], plain.codes[2:3])
-    with pytest.raises(SettingError, match=f"1 values of temperature for {stages} stages"):
+    with pytest.raises(SettingError, match=rf"temperature must be one number, or one per stage \({stages}\); got 1 values"):
         drawn(family, temperature=[1.0])
 
 

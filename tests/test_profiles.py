@@ -110,7 +110,7 @@ def changed_point(**changes: Any) -> dict[str, Any]:
         (changed(size=[8]), r"size must be .*; got \[8\]"),
         (changed(size=8), "size must be .*; got 8"),
         (changed(size=[0, 8]), r"size must be \(height, width\) in pixels"),
-        (changed(grids=[[2, 2]]), "grids: the first stage is the single start token"),
+        (changed(grids=[[2, 2]]), "grids: the first stage must be the single start token"),
         (changed(grids=[[1, "1"]]), r"grids\[0\]\[1\] must be int; got '1'"),
         (changed(grids=[1, 2]), r"grids\[0\] must be"),
         (changed(points=[]), "points must be a list of at least one point"),

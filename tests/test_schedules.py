@@ -145,9 +145,9 @@ def test_ratios_far_from_all_templates_are_refused_with_all_others(aspect: float
 
 
 def test_an_unknown_budget_names_the_known_ones() -> None:
-    with pytest.raises(SizeError, match=r"'2M'.*0.06M, 0.25M, 0.60M, 1M"):
+    with pytest.raises(SizeError, match=r"0.06M, 0.25M, 0.60M, 1M.*'2M'"):
         InfinitySchedules().choose("2M", None)
-    with pytest.raises(SizeError, match=r"'1M'; choose one of 0.02M, 0.06M, 0.15M, 0.25M, or"):
+    with pytest.raises(SizeError, match=r"one of 0.02M, 0.06M, 0.15M, 0.25M; got '1M'"):
         InfinitySchedules("0.06M", pixels_per_token=8).choose("1M", None)
 
 
@@ -191,7 +191,7 @@ def test_height_comes_before_width() -> None:
 
 
 def test_size_and_aspect_together_contradict() -> None:
-    with pytest.raises(SizeError, match="leave out aspect"):
+    with pytest.raises(SizeError, match="Leave out aspect"):
         InfinitySchedules().choose((1024, 1024), "1:1")
 
 
@@ -276,7 +276,7 @@ def test_square_models_refuse_other_aspects_and_budgets() -> None:
         book.choose(None, "16:9")
     with pytest.raises(SizeError, match="256x256"):
         book.choose((256, 512), None)
-    with pytest.raises(SizeError, match="not a pixel budget"):
+    with pytest.raises(SizeError, match="has no pixel budgets"):
         book.choose("1M", None)
 
 
@@ -315,7 +315,7 @@ def test_values_of_other_types_are_refused_in_words(size: Any, aspect: Any) -> N
 
 @pytest.mark.parametrize("book", [InfinitySchedules(), SquareSchedules((VAR_256,))])
 def test_a_schedule_already_fixes_the_aspect(book: InfinitySchedules | SquareSchedules) -> None:
-    with pytest.raises(SizeError, match="leave out aspect='1:1'"):
+    with pytest.raises(SizeError, match="Leave out aspect='1:1'"):
         book.choose(Schedule((1, 2)), "1:1")
 
 

@@ -181,5 +181,5 @@ def test_8_bits_halve_the_keys_of_infinity_2b() -> None:
 def test_what_8_bits_do_not_go_with() -> None:
     with pytest.raises(SettingError, match=r"ScaleKV.* has a KV cache of its own.*'int8'. Load it without kv_dtype"):
         in_8_bits("var")(1, method=ScaleKV())
-    with pytest.raises(SettingError, match=r"kv_dtype 'fp4': choose int8"):
+    with pytest.raises(SettingError, match=r"kv_dtype must be int8, .*'fp4'"):
         random_pipeline(tiny.SPECS["var"], kv_dtype="fp4")  # type: ignore[arg-type]

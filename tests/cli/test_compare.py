@@ -199,7 +199,7 @@ def test_only_its_own_file_is_overwritten() -> None:
         (("--method", "skip:last=1+skip:last=9"), "cannot skip 9 of 4 stages"),
         (("--sheet", "compare.gif"), "--sheet must end in"),
         (("--prompts", "absent.txt"), "absent.txt"),
-        (("--device", "gpu"), "choose cpu, cuda, cuda:N"),
+        (("--device", "gpu"), "cpu, cuda, cuda:N"),
         (("--seed", -1), "--seed"),
         (("--limit", 3), "--prompts FILE"),
         (("-m", "var-d16"), "var-d16 takes class numbers"),

@@ -66,7 +66,7 @@ def test_every_option_arrives(started: list[tuple[Content, ServeSettings]], tmp_
     ("words", "message"),
     [
         ("-m nanoo", "unknown model 'nanoo'"),
-        ("--device tpu", "choose cpu, cuda"),
+        ("--device tpu", "device must be cpu, cuda"),
         ("--method warp", "unknown method 'warp'"),
         ("--method skip:last=99", "cannot skip 99"),
         ("--warmup 100x100:1", "no model has 100x100"),

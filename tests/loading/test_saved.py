@@ -318,10 +318,10 @@ def test_to_is_like_loading_in_that_precision(tmp_path: Path) -> None:
     ("where", "message"),
     [
         ((), "a device, a dtype, or one of each"),
-        (("cpu", "cpu"), "give a device"),
-        ((torch.float32, torch.float16), "give a device"),
-        ((torch.int8,), "dtype torch.int8: choose one of"),
-        (("tpu",), "choose cpu, cuda, cuda:N or mps"),
+        (("cpu", "cpu"), "a device, a dtype"),
+        ((torch.float32, torch.float16), "a device, a dtype"),
+        ((torch.int8,), "dtype must be one of .*; got torch.int8"),
+        (("tpu",), "cpu, cuda, cuda:N or mps"),
         (("cuda:99",), "GPU"),
     ],
 )

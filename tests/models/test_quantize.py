@@ -248,14 +248,14 @@ def test_nano_in_int8_and_its_profile() -> None:
 
 
 def test_what_cannot_be_is_refused_with_the_alternatives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match="'fp8' multiplies on a GPU, and the device is cpu: .*int8.* bfloat16"):
+    with pytest.raises(SettingError, match="'fp8' needs an NVIDIA GPU; the device is cpu. .*int8.* bfloat16"):
         nextscale.load("nano", device="cpu", quantize="fp8")
-    with pytest.raises(SettingError, match="quantize 'fp4': choose one of fp8, int8"):
+    with pytest.raises(SettingError, match="quantize must be one of fp8, int8, .*'fp4'"):
         nextscale.load("nano", device="cpu", quantize="fp4")  # type: ignore[arg-type]
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
-    with pytest.raises(SettingError, match=r"some GPU has 8.6: quantize='int8' .* bfloat16"):
+    with pytest.raises(SettingError, match=r"some GPU has 8.6. quantize='int8' .* bfloat16"):
         placement.check_quantize("fp8", gpu, torch.bfloat16)
     assert placement.check_quantize("int8", gpu, torch.float32) == "int8"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -275,7 +275,7 @@ def test_a_plan_is_refused_where_loading_is() -> None:
     plan = ["plan", "-m", "nano", "--quantize", "fp8", "--json"]
     assert run_cli(*plan).exit_code == 0
     refused = run_cli(*plan, "--dtype", "float32")
-    assert refused.exit_code == 2 and "half precision, and dtype is torch.float32" in refused.output
+    assert refused.exit_code == 2 and "bfloat16 or float16; got torch.float32" in refused.output
 
 
 # --- comparing formats

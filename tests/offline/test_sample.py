@@ -409,7 +409,7 @@ def test_options_that_do_not_go_together_are_refused(more: list[str], said: str,
 
 
 @pytest.mark.parametrize(
-    ("line", "said"), [({"prompt": "\ud800"}, "half of a character"), ({"prompt": "a", "size": "9" * 5000}, "unknown pixel budget")]
+    ("line", "said"), [({"prompt": "\ud800"}, "half of a character"), ({"prompt": "a", "size": "9" * 5000}, "pixel budget")]
 )
 def test_prompts_that_no_pipeline_takes_are_refused(line: Any, said: str, tmp_path: Path) -> None:
     result = run(written(tmp_path / "p.jsonl", [line]), tmp_path / "out", "-m", "nano")

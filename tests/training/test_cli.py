@@ -159,7 +159,7 @@ def test_a_run_goes_on_and_another_begins_with_its_weights(folder: Path) -> None
         ("tokenizer", ("--size", "16", "--size", "32", "--size", "64"), ("--size",), "one or two sizes"),
         ("tokenizer", ("--set", "tokenizer.channels=20"), (), "no tokenizer can be built"),
         ("tokenizer", ("--set", "speed=1"), (), "there is no 'speed' here"),
-        ("tokenizer", ("--device", "gpu"), (), "choose cpu, cuda"),
+        ("tokenizer", ("--device", "gpu"), (), "cpu, cuda, cuda:N or mps"),
         ("tokenizer", ("--held-out", "train.tar"), ("--held-out",), "train.tar is in --data and in --held-out"),
         ("model", ("--words", "nowhere"), ("--words",), "nowhere"),
         ("model", ("--set-tokenizer", "bits=8"), (), "mis-shaped"),
