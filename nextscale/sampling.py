@@ -215,7 +215,7 @@ class SharedRng(Streams):
 
 
 def filter_logits(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Returns logits [..., V] with everything outside the top k, then outside the top p of the rest, set to -inf. Ties with the k-th stay."""
+    """Returns logits [..., V] with everything outside the top k, then outside the top p of the rest, set to -inf. Ties stay."""
     if 0 < top_k < logits.shape[-1]:
         threshold = logits.topk(top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < threshold, float("-inf"))

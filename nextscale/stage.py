@@ -98,14 +98,14 @@ def resize_area(x: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def topk_indices_sorted(score: Tensor, keep: int) -> Tensor:
-    """Returns the positions of the `keep` largest entries of every row of score [R, N], ascending: [R, keep]. Of equals the first is taken."""
+    """Returns the positions of the `keep` largest entries of every row of score [R, N], ascending: [R, keep]. Of equals the first wins."""
     if score.dtype == torch.float32 and kernels.available(score):
         return kernels.topk_indices_sorted(score, keep)
     return score.argsort(dim=1, descending=True, stable=True)[:, :keep].sort(dim=1).values
 
 
 def repeat_tail(x: Tensor, count: Tensor | None) -> Tensor:
-    """Returns x [R, N, ...] with every entry beyond a row's `count` [R] replaced by the row's last real entry. None: all entries are real."""
+    """Returns x [R, N, ...] with every entry beyond a row's `count` [R] replaced by the row's last real entry. None: all are real."""
     if count is None:
         return x
     place = torch.minimum(torch.arange(x.shape[1], device=x.device), count[:, None] - 1)  # [R, N]

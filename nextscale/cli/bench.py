@@ -57,7 +57,7 @@ def bench(
     if weights is None and (profiled := [name for name, method in chosen.items() if "alone" in method.exclusive]):
         raise SettingError(f"--method {profiled[0]} reads profiles of trained weights. Add --weights PATH.")
     if weights is not None and len(names) > 1:
-        raise SettingError("--weights must be those of one model. Choose it with -m.")
+        raise SettingError("--weights belong to one model. Choose it with -m.")
     for name, wanted in product(names, sizes):
         choose_schedule(model_spec(name).settings.schedules, wanted)
     engines = choose_engines(engine, place)
@@ -81,7 +81,7 @@ def bench(
         del pipe
         release(place)
     if not as_json:
-        show_next(f"nextscale compare -m {(models or [DEFAULT_MODEL])[0]}  # what the methods change in the images")
+        show_next(f"nextscale compare -m {(models or [DEFAULT_MODEL])[0]}  # differences between the images")
 
 
 def show_rows(rows: Sequence[Row]) -> None:

@@ -26,9 +26,7 @@ def calibrate(
     image: ImageOptions,
     settings: Annotated[
         list[str] | None,
-        option(
-            "--set", "KEY=VALUE", "alphas=0.9+0.95 (energy), sizes=256+512, centered=true (alphas mean what they do in published tables)."
-        ),
+        option("--set", "KEY=VALUE", "alphas=0.9+0.95 (energy), sizes=256+512, centered=true (alphas as in published tables)."),
     ] = None,
     out: Annotated[Path | None, out_option("FILE", "The .json file to write.", "beside the weights")] = None,
     force: Force = False,

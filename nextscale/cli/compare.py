@@ -119,7 +119,7 @@ def compare(
 
 
 def chosen_schedule(model: ModelOptions, size: SizeOptions, largest: bool) -> Schedule:
-    """Returns the schedule of the options; without a size that of the largest profile for this kind of device if `largest`."""
+    """Returns the schedule of the options; without a size, with `largest`, of the largest profile for this kind of device."""
     if largest and size.size is None and size.aspect is None:
         profiles = named_profiles(model.spec, model.weights).values()
         sizes = [profile.size for profile in profiles if profile.device == model.torch_device.type]
@@ -129,7 +129,7 @@ def chosen_schedule(model: ModelOptions, size: SizeOptions, largest: bool) -> Sc
 
 
 def chosen_methods(asked: Sequence[str] | None, model: ModelOptions, schedule: Schedule, batch: int) -> dict[str, Method]:
-    """Returns the methods by their names. A method that was asked for must fit the request; one of a list becomes a row with an error."""
+    """Returns the methods by their names. A named method must fit the request; of the standard list it becomes a row with an error."""
     from ..methods.registry import resolve_method, standard_methods
 
     if asked:

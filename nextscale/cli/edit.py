@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SIDES = ("left", "top", "right", "bottom")
 SET_HELP = (
-    "from_stage: first stage that changes the image, instead of --strength. fill: surroundings or original, what is encoded under the mask."
+    "from_stage: first stage that changes the image, instead of --strength. fill: surroundings or original, the content under the mask."
     " grow, feather: pixels of the mask. padding_mask_crop: edit the box around the mask with that padding, at the image's own size."
     " paste=false, near_mask=false."
 )
@@ -33,7 +33,7 @@ def edit(
     *,
     image: Annotated[Path, typer.Argument(metavar="IMAGE", help="The image: .png, .jpg or .webp.", show_default=False)],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="Text, or a class number for class models.", show_default=False)],
-    mask: Annotated[Path | None, option("--mask", "FILE", "Image of its size: white changes, or what is transparent.", None, "all")] = None,
+    mask: Annotated[Path | None, option("--mask", "FILE", "Image of its size: the white or transparent part changes.", None, "all")] = None,
     strength: Annotated[
         float | None, option("--strength", "X", "Share of the stages that change the image.", None, "0.6, by the mask if there is one")
     ] = None,

@@ -106,9 +106,9 @@ def generate(
     show_results(calls)
     chosen = "" if model.model == DEFAULT_MODEL else f" -m {model.model}"
     if method:
-        show_next(f"nextscale plan{chosen} --method {' + '.join(method)!r}  # what the method computes, per stage")
+        show_next(f"nextscale plan{chosen} --method {' + '.join(method)!r}  # MACs and memory per stage")
     else:
-        show_next(f"nextscale compare{chosen}  # what acceleration methods save and change")
+        show_next(f"nextscale compare{chosen}  # speed and images of acceleration methods")
 
 
 def generate_pictures(

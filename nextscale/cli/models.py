@@ -98,9 +98,9 @@ def link(file: dict[str, str | None] | None) -> str:
 
 
 def show_profile(console: Console, path: Path, profile: Profile) -> None:
-    """Prints what a profile was measured on, and its points."""
+    """Prints the conditions of a profile, and its points."""
     console.print(f"[bold]{escape(str(path))}[/bold]", soft_wrap=True)
-    unseen = f" not seen by the search over {profile.searched}" if profile.searched else ""  # with tune --from there was no search
+    unseen = f" not seen by the search over {profile.searched}" if profile.searched else ""  # `tune --from` does not search
     console.print(
         f"{profile.described}, {profile.dtype}, {profile.engine}, torch {profile.torch}, nextscale {profile.version}.\n"
         f"{profile.tested} prompts{unseen} ({profile.prompts}), seed {profile.seed}.",

@@ -134,7 +134,7 @@ class PromptFile:
 
 @dataclass(frozen=True)
 class PromptOptions(PromptFile):
-    """Prompts on the command line, then those of a file."""
+    """Prompts on the command line, then prompts of a file."""
 
     prompts: Annotated[
         list[str] | None,

@@ -1,4 +1,4 @@
-"""`nextscale plan`: cost and memory of a method beside those of dense generation."""
+"""`nextscale plan`: cost and memory of a method beside dense generation."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def plan(
 def forecast(
     spec: ModelSpec, model: NextScaleModel, tokenizer: Tokenizer, method: Method, workload: Workload, keep_ratio: float, text_encoder: int
 ) -> dict[str, Any]:
-    """Returns what the command prints, as plain values. `text_encoder`: bytes of its weights."""
+    """Returns the output of the command as plain values. `text_encoder`: bytes of its weights."""
     from ..methods.method import DENSE, Plans
     from ..methods.strategy import Strategy
     from ..planning.cost import request_cost

@@ -33,7 +33,7 @@ class ServedOptions(FileOptions):
 
 @dataclass(frozen=True)
 class BatchingOptions:
-    """How requests are joined."""
+    """Batching of requests."""
 
     max_batch: Annotated[int, option("--max-batch", "N", "Images per batch.", BATCHING, min=1)] = 8
     batch_delay_ms: Annotated[float, option("--batch-delay-ms", "MS", "Maximum batching delay.", BATCHING, min=0)] = 5.0
@@ -50,7 +50,7 @@ class BatchingOptions:
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """Where the server listens, and to whom."""
+    """Address, access and limits of the server."""
 
     host: Annotated[str, option("--host", "HOST", "Address; 0.0.0.0 opens it to other machines.", NETWORK)] = "127.0.0.1"
     port: Annotated[int, option("--port", "PORT", "Port; 0 picks a free one.", NETWORK, min=0, max=65535)] = 8000

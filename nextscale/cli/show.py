@@ -90,7 +90,7 @@ class Bar(Progress):
     line = unit = ""
 
     def note(self, line: str) -> None:
-        """Prints a line if there is no terminal."""
+        """Prints a line unless a terminal shows the bar."""
         if self.disable and line != self.line:
             self.line = line
             self.console.print(line, soft_wrap=True)
@@ -132,7 +132,7 @@ def _bar(*amount: ProgressColumn) -> Bar:
 
 @contextmanager
 def stopping(kept: Callable[[], str]) -> Iterator[None]:
-    """Adds a sentence about what is kept to Ctrl-C; the program prints it."""
+    """Adds a sentence to Ctrl-C that names the kept results; the program prints it."""
     try:
         yield
     except KeyboardInterrupt:

@@ -150,7 +150,7 @@ def show_found(file: Path, model: ModelOptions, method: str) -> None:
 
 
 def search(bench: Bench, log: TrialLog, minutes: float, choose: bool, on_progress: OnProgress) -> list[str]:
-    """Returns the winners. choose: only so many as validation has time for."""
+    """Returns the winners. choose: at most as many as validation has time for."""
     from ..offline.prompts import evenly_spread
     from ..planning.cost import Workload
     from ..tune import Search
@@ -216,7 +216,7 @@ def prompts_of(file: Path, spec: ModelSpec) -> list[Any]:
 
 
 def conditions(bench: Bench, images: int) -> dict[str, Any]:
-    """Returns the conditions of trials; those of another start are reused only under the same conditions."""
+    """Returns the conditions of trials; earlier trials are reused only under the same conditions."""
     from ..eval.results import version, where
     from ..profiles import fingerprint
 

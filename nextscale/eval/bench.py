@@ -1,4 +1,4 @@
-"""Times dense generation and methods in turns on one device, so that a speedup compares requests that ran side by side.
+"""Times dense generation and methods alternately on one device, so that a speedup compares requests that ran side by side.
 
 The speed of a host varies by the minute, so speedups within rounds say more than times. Times of decoding come from device events;
 "end to end" is from prompt features to pixels.
@@ -151,7 +151,7 @@ def bench(
 
 
 def choose_engines(name: str | None, device: torch.device) -> tuple[Engine, ...]:
-    """Returns the engines of a name in `ENGINES`; None stands for "graphs" on a GPU and "eager" elsewhere."""
+    """Returns the engines of a name in `ENGINES`; None is "graphs" on a GPU and "eager" elsewhere."""
     return ENGINES[name or ("graphs" if device.type == "cuda" else "eager")]
 
 

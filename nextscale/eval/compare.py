@@ -1,4 +1,4 @@
-"""Compares methods with dense generation: the same prompts and seeds, generated in turns; time, MACs, and distance to the dense images."""
+"""Compares methods with dense generation on the same prompts and seeds, alternately: time, MACs, and distance to the dense images."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BENCHMARK = "quality"
 SHOWN = 8  # images per method on a sheet
 WARM_UPS = 2  # untimed batches of every method on a GPU: programs are loaded in the first, graphs are captured in the second
 ROUNDS = 3  # timed rounds, at least
-UNEVEN = 1 / 3  # difference of rounds above which the user is told
+UNEVEN = 1 / 3  # difference of rounds above which a note is printed
 METRIC_BATCH = 64  # images that are compared at a time
 
 Distance = Callable[[Tensor, Tensor], Tensor]
@@ -66,7 +66,7 @@ class MethodResult:
             "padding": round(statistics.fmean(report.padding for report in reports), 4),
         }
         for name, values in ((name, torch.cat(parts)) for name, parts in self.pairs.items()):
-            different = values[values.isfinite()]  # equal images have no PSNR: they are counted, and the mean is that of the others
+            different = values[values.isfinite()]  # equal images have no PSNR: they are counted, and the mean is over the others
             if name == "psnr":
                 row["identical"] = round(1 - len(different) / len(values), 4)
             row[name] = mean_interval(different).rounded() if len(different) else None
@@ -108,7 +108,7 @@ class Requests:
         return [self.prompts[number] for number in numbers]
 
     def longest(self) -> list[int]:
-        """Returns the batch with the longest prompt, whose captured graph has room for all others. Refuses what cannot be read."""
+        """Returns the batch with the longest prompt, whose graph has room for all others. Raises PromptError for wrong prompts."""
         lengths = [self.pipeline.reader.read(self.texts(numbers)).longest for numbers in self.batches]
         return self.batches[lengths.index(max(lengths))]
 

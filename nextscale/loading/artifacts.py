@@ -1,4 +1,4 @@
-"""The published parts of a model: where they are on this machine, which files of the hub they are, and what lies beside them."""
+"""The published parts of a model: where they are on this machine, which files of the hub they are, and the files beside them."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -179,7 +179,7 @@ def fetch(artifacts: Sequence[Artifact], to: Path | None = None, room: float = 1
 
 
 def fetch_missing(spec: ModelSpec, needed: Sequence[Artifact], with_encoder: bool) -> None:
-    """Fetches what is missing of a model, with its text encoder if the package that reads it is installed."""
+    """Fetches the missing files of a model, with its text encoder if the package that reads it is installed."""
     missing = [artifact for artifact in needed if locate(artifact) is None]
     encoder = encoder_artifact(spec) if with_encoder and missing and find_spec("transformers") else None
     if encoder is not None and locate(encoder) is None:
@@ -211,7 +211,7 @@ def download_artifacts(spec: ModelSpec, to: Path | None, offline: bool, room: fl
         fetch(needed, to, room)
     result = {artifact: path for artifact in artifacts if (path := found(artifact)) is not None}
     if incomplete := [artifact for artifact in artifacts if artifact not in result]:
-        raise DownloadError(f"{incomplete[0].what} is still incomplete. See what is published at {incomplete[0].source.url}.")
+        raise DownloadError(f"{incomplete[0].what} is still incomplete. See the published files at {incomplete[0].source.url}.")
     return result
 
 

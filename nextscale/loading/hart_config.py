@@ -93,7 +93,7 @@ def checkpoint_spec(spec: ModelSpec, weights: Path | None, tokenizer: Path | Non
 def read_config(format: Format, preset: C, path: Path, layout: Layout) -> C:
     """Returns the configuration of a checkpoint. `preset` has the settings that no config.json gives.
 
-    Returns `preset` for files of another kind: loading them says what does not fit. Raises CheckpointError with all wrong entries.
+    Returns `preset` for files of another kind: loading them raises the right error. Raises CheckpointError with all wrong entries.
     """
     checkpoint = open_checkpoint(path, layout)
     files = {entry.shard for entry in checkpoint.entries.values()}

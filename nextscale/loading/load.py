@@ -69,7 +69,7 @@ def load(
     Args:
         weights, tokenizer: published files or folders (.pth, shards, safetensors). By default they are looked for under their published
             names in the folder NEXTSCALE_HOME (~/.cache/nextscale if not set), then in the hub's cache. HART: the config.json beside them
-            is read as well, and a folder stands for the averaged weights in it (ema_model.bin).
+            is read as well, and in a folder the averaged weights (ema_model.bin).
         text_encoder: folder or hub name for text models, a file of words for nano; by default the one that the model was trained with.
             It is opened at the first text prompt.
         offload_text: keep its weights in host memory, and on the GPU only while a new prompt is encoded.
@@ -92,7 +92,7 @@ def load(
         fetch_missing(spec, [one for one in weight_artifacts(spec) if one.source not in given], with_encoder=text_encoder is None)
     weights = find(weights, spec.weights, f"weights of {spec.name}")
     tokenizer = find(tokenizer, spec.tokenizer_weights, f"tokenizer of {spec.name}")
-    if not isinstance(spec.tokenizer_weights, Embedded):  # what comes with the package or a saved pipeline says it all
+    if not isinstance(spec.tokenizer_weights, Embedded):  # files of the package or a saved pipeline are complete
         spec = checkpoint_spec(spec, weights, tokenizer)
     model, images = build_on_meta(spec, kv_dtype)
     load_module(model, weights, device if quantize is None else torch.device("cpu"), dtype)

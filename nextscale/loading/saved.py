@@ -183,7 +183,7 @@ def read_index(folder: Path) -> Index:
 
 
 def upgraded(value: Any) -> Any:
-    """Returns values of format 1, which had other names and tagged sets, as those of format 2."""
+    """Returns values of format 1, which had other names and tagged sets, in format 2."""
     match value:
         case {"type": "set", "values": values}:
             return values

@@ -1,4 +1,4 @@
-"""`auto`: the method is looked up for every request, in a profile of what was measured on this model."""
+"""`auto`: selects the method of every request from measured profiles of this model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SAME_BUDGET = 0.1  # cells of the last stage may differ by this share: another a
 
 @dataclass(frozen=True)
 class Auto(Method):
-    """Takes the point of a profile that meets one target; none is `lpips=0.1`. Without a fitting profile it refuses.
+    """Selects the point of a profile that meets one target; the default is `lpips=0.1`. Raises SettingError without a fitting profile.
 
-    speedup: at least this over dense generation, as near to dense images as that allows.
-    lpips: a mean distance to the dense image of at most this, as fast as that allows.
-    ms: at most this number of milliseconds per image, as near to dense images as that allows; only on the machine of the profile.
+    speedup: at least this over dense generation, as near to dense images as possible.
+    lpips: at most this mean distance to the dense image, as fast as possible.
+    ms: at most this number of milliseconds per image, as near to dense images as possible; only on the machine of the profile.
     """
 
     exclusive = frozenset({"alone"})
@@ -42,7 +42,7 @@ class Auto(Method):
             require(is_number(value) and 0 < value < math.inf, name, "a number above 0", value)
 
     def resolve(self, context: SelectionContext) -> tuple[Method, str | None]:
-        """Takes the point for this context. While the size is not known it stays open, and some profile has to meet the target."""
+        """Selects the point for this context. If the size is not known yet, checks that some profile meets the target."""
         if context.schedule is not None:
             profile = fitting_profile(context)
             point = self._point(profile, context)
@@ -60,20 +60,21 @@ class Auto(Method):
         raise SettingError(f"{self.label} is not a method until `resolve` has selected one for a request.")
 
     def point_of(self, profile: Any) -> Any:
-        """Returns the point of a profile that meets the target, wherever that was measured."""
+        """Returns the point of a profile that meets the target, for any machine."""
         if self.speedup is not None:
             return profile.nearest(self.speedup)
         return profile.fastest(self.lpips or DEFAULT_LPIPS) if self.ms is None else profile.within(self.ms)
 
     def _point(self, profile: Any, context: SelectionContext) -> Any:
         if self.ms is not None and profile.hardware != (here := hardware_name(context.device)):
-            raise SettingError(f"ms needs a profile of {here}; got {profile.described}: {advice(context)}, or give speedup or lpips.")
+            raise SettingError(f"ms needs a profile of {here}; got {profile.described}: {advice(context)}, or use speedup or lpips.")
         return self.point_of(profile)
 
 
 def fitting_profile(context: SelectionContext) -> Any:
-    """Returns the profile for a request: of the same grids before one of another aspect ratio, of the same hardware before any other on the
-    same kind of device, then of the nearest batch; of equals the last."""
+    """Returns the profile for a request. Prefers the same grids to another aspect ratio, the same hardware to other hardware of the same
+    kind of device, then the nearest batch; of equals it takes the last.
+    """
 
     def distance(profile: Any) -> tuple[bool, bool, float]:
         batch = abs(math.log(profile.batch) - math.log(context.batch))  # a file may have any number, larger than floats too
@@ -90,7 +91,7 @@ def on_device(context: SelectionContext) -> list[Any]:
 
 
 def same_budget(profile: Any, context: SelectionContext) -> bool:
-    """Returns True if it has as many stages, and about as many cells in the last one."""
+    """Returns True if the profile has as many stages, and about as many cells in the last one."""
     if len(profile.grids) != len(context.sizes):
         return False
     cells, own = math.prod(context.sizes[-1]), math.prod(profile.grids[-1])

@@ -1,4 +1,4 @@
-"""Several methods at once: their plans are merged, and every method sees the tokens that the ones before it have kept."""
+"""Several methods in one request: their plans are merged, and each selects among the tokens that the previous ones kept."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def source(plans: Sequence[StagePlan], stage: int, name: Hashable) -> int | None
 def require_sources(alone: Sequence[StagePlan], together: Sequence[StagePlan], data_dependent: bool, names: str) -> None:
     """Raises SettingError unless a method, planned `alone`, reads and observes the same stages when all methods run together.
 
-    A data-dependent method runs all cells where it has observed nothing.
+    A data-dependent method runs all cells if it has observed nothing.
     """
     for stage, plan in enumerate(alone):
         observed = [earlier for earlier in range(stage) if alone[earlier].observed and not data_dependent]
@@ -76,7 +76,7 @@ class Combined(Method):
     """Several methods in one run.
 
     Skipping stages or dropping a cfg branch combines with everything, and one method may reduce whole stages in which another has spans.
-    Two methods that reduce whole stages, or run the same blocks their own way, are refused before anything runs, and so is one that skips a
+    Two methods that reduce whole stages or have spans on the same blocks are refused before anything runs. So is a method that skips a
     stage whose outputs another needs.
     """
 
@@ -120,7 +120,7 @@ class Combined(Method):
 
 @dataclass(frozen=True)
 class CombinedRun(MethodRun):
-    """One run of each method. Each selects among the tokens that the ones before it have kept, and restores them in the reverse order."""
+    """One run of each method. Each selects among the tokens that the previous ones kept, and restores them in the reverse order."""
 
     runs: tuple[MethodRun, ...]
 
@@ -128,7 +128,7 @@ class CombinedRun(MethodRun):
         return CombinedRun(tuple(map(copy.copy, self.runs)))
 
     def count(self, stage: Stage, canvas: Canvas) -> Tensor | None:
-        """Returns the counts of the run that reduces stages. All are called, since a run may prepare the stage here."""
+        """Returns the counts of the run that reduces stages. Calls all runs, since each may prepare the stage here."""
         counts = [run.count(stage, canvas) for run in self.runs]
         return next((count for count in counts if count is not None), None)
 

@@ -1,4 +1,4 @@
-"""Dropping guidance: late stages run one row per image in the place of two."""
+"""Dropping guidance: late stages run one row per image instead of two."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DropGuidance(Method):
-    """From a stage on, the rows of one cfg branch alone are run. Nothing else changes, and a request without guidance runs as it is.
+    """Runs only the rows of one cfg branch from a stage on. A request without guidance stays the same.
 
-    first_stage: index of the first stage without guidance. None: the last two stages have none. The number of stages, or any larger
-        number, is never.
-    kept_rows: the branch that goes on. "cond", the conditional rows, is a guidance scale of 1: a negative prompt has its say before and
-        does no harm after. "uncond" is what StageVAR does: the late stages are generated from the empty prompt, or from the negative one.
-        Both cost the same; "cond" is nearer to dense generation on nano (LPIPS 0.032 against 0.044 from stage 11 on).
-    fade: number of stages before `first_stage` over which the scale falls evenly to 1: `DropGuidance(11, fade=2)` guides stage 9 by 2/3 of
-        what the scale has above 1 and stage 10 by 1/3. These still run both rows and save nothing. Only with "cond", whose scale is 1.
+    first_stage: index of the first stage without guidance. None: the last two stages run without it. The number of stages, or any larger
+        number, never drops guidance.
+    kept_rows: the branch that continues. "cond", the conditional rows, is a guidance scale of 1: a negative prompt acts on the early
+        stages only. "uncond" is StageVAR's choice: the late stages are generated from the empty prompt, or from the negative one. Both
+        cost the same; "cond" is nearer to dense generation on nano (LPIPS 0.032 against 0.044 from stage 11 on).
+    fade: number of stages before `first_stage` over which the scale falls evenly to 1: `DropGuidance(11, fade=2)` multiplies the excess of
+        the scale above 1 by 2/3 at stage 9 and by 1/3 at stage 10. These stages still run both rows, at full cost. Only with "cond".
     """
 
     first_stage: int | None = None
@@ -43,7 +43,7 @@ class DropGuidance(Method):
         return tuple(self._plan(first - stage.index) if guided else StagePlan() for stage in schedule)
 
     def _plan(self, before: int) -> StagePlan:
-        """What a stage does that lies this number of stages before the first without guidance."""
+        """Returns the plan of the stage that is this number of stages before the first without guidance."""
         if before <= 0:
             return StagePlan(cfg_branches=self.kept_rows)
         return StagePlan(guidance_decay=before / (self.fade + 1) if before <= self.fade else 1.0)

@@ -1,4 +1,4 @@
-"""FastVAR (Guo et al., 2025): late stages run only the salient tokens, and the others take what an earlier stage computed there."""
+"""FastVAR (Guo et al., 2025): late stages run only the salient tokens, and the others reuse outputs of an earlier stage."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ RATIOS = {
     ("hart", 14): HART,
     ("star", 14): HART,
 }
-"""Ratios by family and number of stages. Those of Infinity as trained (10 to 13 stages) and of HART are published, the others are ours."""
+"""Ratios by family and number of stages. Infinity's trained schedules (10 to 13 stages) and HART's have the published ratios, the others
+ours.
+"""
 OTHER_RATIOS = (0.4, 0.5)  # of the last two stages; ours
 RELEASED = ("infinity", "hart")  # families that the reference implementation runs
 LAYERS, DEPTH = range(3, 28), 32  # that Infinity's reference implementation prunes, of how many
@@ -41,7 +43,7 @@ LAYERS, DEPTH = range(3, 28), 32  # that Infinity's reference implementation pru
 class FastVAR(Method):
     """Late stages run each sublayer on the salient tokens only, those that differ most from the mean of their row (eq. 4 and 5).
 
-    The others take what an earlier stage added to them, area-resized (eq. 6), and leave no keys and values in the cache. Every sublayer of
+    The others reuse the update of an earlier stage, area-resized (eq. 6), and leave no keys and values in the cache. Every sublayer of
     every block, and every row, chooses its own tokens. The head still sees all tokens.
 
     ratios: {stage index: share of its tokens that is not run}; 1.0 skips the stage. The paper found 0.4 to 0.75 a good range for late
@@ -119,13 +121,13 @@ class FastVAR(Method):
 
 
 def memory_key(layer: int, sublayer: int) -> Hashable:
-    """Returns the key in `ctx.memory` of what a sublayer has added."""
+    """Returns the key in `ctx.memory` of a sublayer's update."""
     return "fastvar", layer, sublayer
 
 
 @dataclass(frozen=True)
 class CachedBlocks(Span):
-    """Runs all tokens and keeps what every sublayer adds."""
+    """Runs all tokens and stores the update of every sublayer."""
 
     whole_stage = True
     layers: range
@@ -146,10 +148,10 @@ class CachedBlocks(Span):
 
 @dataclass(frozen=True)
 class PrunedBlocks(Span):
-    """Runs every sublayer on the salient tokens, and adds to the others what an earlier stage has kept."""
+    """Runs every sublayer on the salient tokens, and adds the stored updates of an earlier stage to the others."""
 
     layers: range
-    ratio: float  # share of the tokens that are not run
+    ratio: float  # share of the tokens that do not run
 
     def num_tokens(self, tokens: int) -> int:
         return tokens - share_of(tokens, self.ratio)
@@ -172,7 +174,7 @@ class PrunedBlocks(Span):
 def restored(
     x: Tensor, update: Tensor, gate: Tensor | None, selection: Tensor, key: Hashable, tokens: Tokens, ctx: ForwardContext
 ) -> Tensor:
-    """Returns x [R, N, C] with the update [R, K, C] added at the selected tokens, and what an earlier stage has kept at the others."""
+    """Returns x [R, N, C] with the update [R, K, C] added at the selected tokens, and the stored one at the others."""
     if kernels.available(x):
         memory, size = ctx.memory.stored(key)
         return kernels.restore_tokens(memory, size, tokens.stage.size, update, selection, base=x, gate=gate, cells=tokens.index)

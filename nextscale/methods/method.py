@@ -1,4 +1,4 @@
-"""The interface between generation and what accelerates it: a method's settings (`Method`) and its work on one request (`MethodRun`)."""
+"""The interface of acceleration methods: a method's settings (`Method`) and its work on one request (`MethodRun`)."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ Plans = tuple["StagePlan", ...]
 
 @dataclass(frozen=True, slots=True)
 class RunSetup:
-    """The request that a run serves."""
+    """The request of a run."""
 
     model: NextScaleModel
     schedule: Schedule
     batch: int
-    rng: Rng  # random numbers for methods; drawing them does not change the image's own
+    rng: Rng  # random numbers for methods, separate from the image's own
     plans: Plans  # the request's forecast, with all methods that run together
     guided: bool = True  # unconditional rows run beside the conditional ones
     constants: list[object] = field(default_factory=list)  # tensors shared by requests; a run adds them so that captured graphs keep them
@@ -46,7 +46,7 @@ class RunSetup:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Tokens that the images of a data-dependent stage keep: numbers that the host has read, or the size of a captured graph."""
+    """Numbers of tokens that the images of a data-dependent stage keep: counts read by the host, or the size of a captured graph."""
 
     fewest: int  # of an image
     most: int
@@ -54,21 +54,21 @@ class TokenCounts:
 
 
 class Restored(NamedTuple):
-    """Logits after a method has added those of tokens that were not computed."""
+    """Logits of all tokens, completed by a method."""
 
     logits: Tensor  # [B, N, ...]
     tokens: Tokens
-    source: Tensor | None = None  # [B, N], the computed token whose logits each token takes; None: each its own
+    source: Tensor | None = None  # [B, N], the computed token whose logits each token copies; None: each has its own
 
 
 class Span(Protocol):
-    """Runs consecutive blocks more cheaply than one after the other on all tokens. Subclass it as a frozen dataclass.
+    """Runs consecutive blocks at a lower cost. Subclass it as a frozen dataclass.
 
-    A span is a value without state. What it needs of the request is in `ctx`: outputs of earlier stages (`memory`), random numbers
-    (`method_rng`), and the counter of computed cells (`computed`) where the caller wants to see them.
+    A span is a value without state. The state of the request is in `ctx`: outputs of earlier stages (`memory`), random numbers
+    (`method_rng`), and the counter of computed cells (`computed`) if the caller wants compute masks.
     """
 
-    whole_stage: ClassVar[bool] = False  # True: it cannot run on a part of a stage's cells
+    whole_stage: ClassVar[bool] = False  # True: it needs all cells of a stage
 
     layers: range
 
@@ -78,7 +78,7 @@ class Span(Protocol):
         return type(self).__name__
 
     def num_tokens(self, tokens: int) -> int:
-        """How many tokens of a row its blocks compute when `tokens` enter."""
+        """Returns the number of tokens of a row that its blocks compute when `tokens` enter."""
         ...
 
     @property
@@ -88,15 +88,15 @@ class Span(Protocol):
 
     @property
     def needs(self) -> frozenset[Hashable]:
-        """Names of what it reads from `ctx.memory`, each stored by a span of an earlier stage."""
+        """Returns the keys that it reads from `ctx.memory`, each stored by a span of an earlier stage."""
         return frozenset()
 
     def sublayer_tokens(self, tokens: int) -> SublayerTokens:
-        """`num_tokens` by sublayer, for spans that do not run all sublayers on the same number of tokens."""
+        """Returns `num_tokens` by sublayer, for spans whose sublayers run different numbers of tokens."""
         return SublayerTokens.same(self.num_tokens(tokens))
 
     def own_macs(self, tokens: int, dim: int) -> int:
-        """MACs of its own matrix products for one row that this number of tokens enter, such as a projection to fewer tokens."""
+        """Returns the MACs of its own matrix products, such as a projection to fewer tokens, for a row of this number of tokens."""
         return 0
 
     def __call__(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor: ...
@@ -110,18 +110,18 @@ def shown(span: Span) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """What a stage will do. A hashable value that fixes all shapes."""
+    """The plan of a stage: a hashable value that fixes all shapes."""
 
     skip: bool = False
     cfg_branches: CfgBranches = "both"
-    num_tokens: int | None = None  # tokens of a row, padding included, where the whole stage is reduced
+    num_tokens: int | None = None  # tokens of a row, padding included, if the whole stage is reduced
     spans: tuple[Span, ...] = ()
-    observed: tuple[int, ...] = ()  # blocks whose input and output `observe` wants to see
-    guidance_decay: float = 1.0  # of what the guidance scale has above 1; the forecast's counts
-    propagates: int | None = None  # of a row, for which HART's diffusion runs at the last stage; None: those that the blocks run
-    packed: int | None = None  # tokens of all images of a cfg branch, padding included, where rows run one after another
-    kept_keys: tuple[int, ...] | None = None  # of a row, that each layer keeps of all stages so far when it has run; None: all
-    attended: tuple[float, ...] | None = None  # share of the pairs of a query and a key that attention computes, per layer; None: all
+    observed: tuple[int, ...] = ()  # blocks whose input and output `observe` gets
+    guidance_decay: float = 1.0  # factor of the guidance scale's excess above 1; read from the forecast
+    propagates: int | None = None  # tokens of a row for which HART's diffusion runs at the last stage; None: as many as in the blocks
+    packed: int | None = None  # tokens of all images of a cfg branch, padding included, if rows are packed
+    kept_keys: tuple[int, ...] | None = None  # keys of a row that each layer keeps of all stages so far; None: all
+    attended: tuple[float, ...] | None = None  # share of the query-key pairs that attention computes, per layer; None: all
 
     def __post_init__(self) -> None:
         if not is_fraction(self.guidance_decay):
@@ -142,13 +142,13 @@ class StagePlan:
 
     @property
     def stores(self) -> frozenset[Hashable]:
-        """Names of what its spans keep for later stages."""
+        """The keys that its spans store for later stages."""
         return frozenset[Hashable]() if self.skip else frozenset(name for span in self.spans for name in span.stores)
 
     def check(self, depth: int, guided_layers: Collection[int]) -> None:
-        """Raises ValueError if the plan does not fit a model of this depth, or hides a block after which guidance must act.
+        """Raises ValueError if the plan does not fit a model of this depth, or hides a block after which guidance acts.
 
-        Where one cfg branch runs alone there is nothing to guide.
+        A cfg branch that runs alone has no guidance.
         """
         guided_layers = guided_layers if self.cfg_branches == "both" else ()
         for span in self.spans:
@@ -162,7 +162,7 @@ class StagePlan:
             raise ValueError(f"block {absent[0]} cannot be observed: the model has blocks 0 to {depth - 1}")
 
     def check_num_tokens(self, tokens: Tokens) -> None:
-        """Raises ValueError if the method kept another number of tokens than it had planned."""
+        """Raises ValueError if the method kept a number of tokens other than planned."""
         if self.num_tokens is not None and tokens.num_tokens != self.num_tokens:
             raise ValueError(f"stage {tokens.stage.index} was planned with {self.num_tokens} tokens, and {tokens.num_tokens} entered")
         packed = None if tokens.packing is None else tokens.packing.total
@@ -170,7 +170,7 @@ class StagePlan:
             raise ValueError(f"stage {tokens.stage.index} was planned with {self.packed} packed tokens, and {packed} entered")
 
     def merge(self, other: StagePlan) -> StagePlan:
-        """Returns both plans in one; a conflict raises ValueError."""
+        """Returns the union of both plans; a conflict raises ValueError."""
         chosen: dict[str, Any] = {}
         for name in (one.name for one in fields(self) if one.name not in ("skip", "spans", "observed")):
             values = {getattr(plan, name) for plan in (self, other)} - {getattr(DENSE, name)}
@@ -186,20 +186,20 @@ DENSE = StagePlan()
 
 @dataclass(frozen=True, slots=True)
 class SelectionContext:
-    """What is known of a request before its method is: for methods that choose among others."""
+    """The facts about a request by which a method is selected."""
 
-    name: str  # of the model
+    name: str  # name of the model
     model: NextScaleModel
-    device: torch.device  # where it will run
+    device: torch.device  # device of the request
     pixels_per_token: int
-    profiles: Sequence[Any]  # `Profile`s of this model; of two that are as good the later one counts
-    schedule: Schedule | None = None  # None: whatever a later call asks for
+    profiles: Sequence[Any]  # `Profile`s of this model; of equally good ones the later wins
+    schedule: Schedule | None = None  # None: not known yet
     batch: int = 1
-    weights: Path | None = None  # where those of the model lie, if a command was told
+    weights: Path | None = None  # location of the model's weights, if a command has it
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
-        """The grids of all stages."""
+        """Grids of all stages."""
         return () if self.schedule is None else self.schedule.sizes
 
     @property
@@ -226,7 +226,7 @@ class Method:
 
     @property
     def label(self) -> str:
-        """A readable name: "dense", or the name of the class with the settings that differ from its defaults."""
+        """Readable name: "dense", or the name of the class with the settings that differ from its defaults."""
         settings: dict[str, object] = {one.name: one.default for one in fields(self) if one.init} if is_dataclass(self) else {}
         chosen = [f"{name}={getattr(self, name)}" for name, default in settings.items() if getattr(self, name) != default]
         name = "dense" if type(self) is Method else type(self).__name__
@@ -245,8 +245,7 @@ class Method:
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         """Returns the plans of all stages as far as they are known before a request. Raises SettingError if the settings do not fit.
 
-        guided: unconditional rows run beside the conditional ones. kept: the share of cells that is assumed to be computed where that is
-        data-dependent.
+        guided: unconditional rows run beside the conditional ones. kept: assumed share of computed cells, if that is data-dependent.
         """
         return (DENSE,) * len(schedule)
 
@@ -262,9 +261,9 @@ class Method:
 class MethodRun:
     """One request of a method, and the owner of its state. The base class runs every stage as it was forecast.
 
-    At each stage generation calls, in this order: `count`, `plan`, `select_tokens`, `observe` after every observed block, and `restore`.
-    A stage whose codes are given computes all cells: `select_tokens` is not called, and `restore` only for methods exclusive in "tokens".
-    Captured graphs copy a run with `copy.copy`.
+    At each stage generation calls, in this order: `count`, `plan`, `select_tokens`, `observe` after every observed block, and `restore`. A
+    stage with given codes computes all cells: `select_tokens` is not called, and `restore` only for methods exclusive in "tokens". Captured
+    graphs copy a run with `copy.copy`.
     """
 
     def count(self, stage: Stage, canvas: Canvas) -> Tensor | None:
@@ -272,7 +271,7 @@ class MethodRun:
         return None
 
     def plan(self, stage: Stage, planned: StagePlan, counts: TokenCounts | None) -> StagePlan:
-        """Returns the forecast `planned`, completed by `counts`: those that the host has read, or the size of a captured graph."""
+        """Returns the forecast `planned`, completed by `counts`: counts read by the host, or the size of a captured graph."""
         return planned
 
     def select_tokens(self, x: Tensor, tokens: Tokens) -> Tokens:
@@ -280,10 +279,10 @@ class MethodRun:
         return tokens
 
     def observe(self, layer: int, before: Tensor, after: Tensor, tokens: Tokens) -> None:
-        """Sees the input and the output of an observed block. `tokens.unpack` turns packed rows into padded rows [R, N, C]."""
+        """Gets the input and the output of an observed block. `tokens.unpack` turns packed rows into padded rows [R, N, C]."""
 
     def restore(self, logits: Tensor, tokens: Tokens) -> Restored:
-        """Adds logits of tokens that were not computed, after guidance. HART's hidden states follow `source`."""
+        """Adds logits of tokens that did not run, after guidance. HART's hidden states follow `source`."""
         return Restored(logits, tokens)
 
     def layer_cache(self, spec: CacheSpec, workspace: Workspace) -> LayerCache:
@@ -295,7 +294,7 @@ class MethodRun:
         return []
 
 
-# --- checks of what authors of methods write
+# --- checks of methods that others write
 
 
 @cache
@@ -344,7 +343,7 @@ def selected_by(run: MethodRun, x: Tensor, tokens: Tokens) -> Tokens:
 
 
 def restored_by(run: MethodRun, logits: Tensor, tokens: Tokens) -> Restored:
-    """Returns what a run restores. Raises SettingError for another type."""
+    """Returns the logits that a run restores. Raises SettingError for another type."""
     found = run.restore(logits, tokens)
     if not isinstance(found, Restored):
         raise SettingError(f"{type(run).__name__}.restore must return Restored(logits, tokens); got {type(found).__name__}.")

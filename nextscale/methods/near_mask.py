@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NearMask(Method):
-    """Leaves cells away from the mask of an edit out of late stages: their codes are the image's, whatever the network would say.
+    """Leaves cells away from the mask of an edit out of late stages: they keep the image's codes.
 
-    Early stages run in full and carry the context. `Pipeline.edit` adds this method by itself where there is a mask.
+    Early stages run in full and carry the context. `Pipeline.edit` adds this method if there is a mask.
 
-    first_stage: index of the first reduced stage. None is SparseVAR's, 10 of 13 for Infinity.
+    first_stage: index of the first reduced stage. None is the same as in SparseVAR, 10 of 13 for Infinity.
     margin: cells around the mask that are computed too, as context. On nano a wider margin brings edits nearer to those with all cells, at
         a higher cost; an earlier first stage does not.
     """

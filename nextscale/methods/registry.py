@@ -141,7 +141,7 @@ def split_settings(text: str) -> list[str]:
 
 
 def parse_value(text: str) -> object:
-    """Reads a literal without executing anything. A list becomes a tuple; what is no literal stays text."""
+    """Reads a literal without executing anything. A list becomes a tuple; other words stay text."""
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SkipStages(Method):
-    """Skips stages. The image is decoded at full size from what the others generated.
+    """Skips stages. The image is decoded at full size from the other stages.
 
     last: how many of the last stages are skipped.
     stages: indices of further ones, from 1. A later stage that runs makes up for a part of what one of these would have added.

@@ -1,4 +1,4 @@
-"""SparseVAR (arXiv 2507.20454): from a late stage on, tokens of smooth regions are left out, and a few anchors propagate to them."""
+"""SparseVAR (arXiv 2507.20454): late stages leave out tokens of smooth regions, and a few anchors propagate to them."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ class SparseVAR(Method):
 
     Where some blocks change their input little, the image is smooth. From a late stage on, tokens at such cells do not enter the network,
     except for anchors on a coarse grid. A token that was left out takes the logits of the anchor that it resembled most one stage earlier
-    and is sampled from them on its own; if it resembled none, nothing is added at its cell. A cell that was left out stays out, and every
-    image of a batch keeps its own cells. docs/methods/sparsevar.md says what the paper leaves open and how it was decided.
+    and is sampled from them separately; if it resembled none, nothing is added at its cell. A cell that was left out stays out, and every
+    image of a batch keeps its own cells. docs/methods/sparsevar.md lists choices that the paper leaves open.
 
     tau: cells whose change is below tau times the largest of their image are left out: 0 leaves out none, 1 all but the largest. The
         paper gives results for 0.4 to 0.7.
-    keep: a budget in place of tau: the share of the cells besides the anchors that a reduced stage computes, those with the largest
+    keep: a budget instead of tau: the share of the cells besides the anchors that a reduced stage computes, those with the largest
         change. A number holds for all stages from `first_stage` on; {stage index: share} names the reduced stages. All images then keep
-        equally many cells, known beforehand. 0.25 computes about 30 % of the cells.
+        equally many cells, a number known in advance. 0.25 computes about 30 % of the cells.
     first_stage: index of the first reduced stage. None is the published one, 10 for Infinity and HART, and the same share of the last
         stage's cells for other schedules and families. Later is safer and slower.
     alpha: one anchor in every alpha x alpha cells, at its top left; None: no anchors. Small is safer and slower. No effect on FlexVAR.
@@ -201,7 +201,7 @@ class SparseVAR(Method):
         )
 
     def _expected_tokens(self, model: NextScaleModel, stage: Stage, kept: float) -> int:
-        """Returns the tokens of a stage of which the share `kept` is computed. All but one, at most: methods that need all are refused."""
+        """Returns the tokens of a stage that computes the share `kept`. At most all but one: methods that need all cells are refused."""
         anchors = self.anchor_count(model, stage)
         most = stage.cells - (kept < 1 and anchors < stage.cells)
         return max(1, min(math.ceil(kept * stage.cells + (1 - kept) * anchors), most))
@@ -367,7 +367,7 @@ class SparseRun(MethodRun):
         earlier = torch.zeros_like(earlier) if self.settings.as_released else earlier
         self.change = GridMap(tokens.rows(slice(0, self.setup.batch)).scatter(change, earlier), tokens.stage.size)
 
-    # --- what the cells that were left out take
+    # --- outputs of excluded cells
 
     def restore(self, logits: Tensor, tokens: Tokens) -> Restored:
         stage, values, source = tokens.stage, logits.flatten(2), None

@@ -1,4 +1,4 @@
-"""Cells of SparseVAR: their detail, those that are computed, and the anchors whose output the others take."""
+"""Cells of SparseVAR: their detail, the selection of computed cells, and the anchors whose output the others copy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ResizeMode = Literal["bilinear", "nearest", "nearest-exact"]
 
 MIN_LENGTH = 1e-12  # keeps a zero vector from dividing by zero
 ROUNDING = 1e-5  # cosine similarities that differ by less are equal; float32 products of 4096 numbers differ by up to 1e-6
-MAX_BLOCKS = 1024  # of which all pairs are compared, 4 MB an image; on larger grids a block of cells has one anchor at most
+MAX_BLOCKS = 1024  # blocks whose pairs are all compared, 4 MB an image; on larger grids a block of cells has one anchor at most
 NEAR = 0.9  # blocks that are more similar do not get anchors in the same round
 STEP = 0.01  # of a gain: smaller differences are equal, since sums round differently in other batches
 NONE = -1
@@ -39,9 +39,9 @@ class GridMap:
 
 
 class Cells(NamedTuple):
-    """The cells of a stage that are computed, and those that are left out."""
+    """The computed cells of a stage, and the excluded ones."""
 
-    excluded: Tensor  # [B, cells], of little detail; anchors among them are computed all the same
+    excluded: Tensor  # [B, cells], of little detail; anchors among them are still computed
     kept: Tensor  # [B, cells]
 
 
@@ -64,7 +64,7 @@ def image_change(before: Tensor, after: Tensor, size: Size) -> Tensor:
 
 
 def neighbor_similarity(vectors: Tensor, size: Size) -> Tensor:
-    """Returns the mean cosine similarity of every cell's vector [B, cells, V] to those of the up to eight cells around it: [B, cells]."""
+    """Returns the mean cosine similarity of every cell's vector [B, cells, V] to its up to eight neighbors: [B, cells]."""
     grid = F.normalize(vectors, dim=-1).unflatten(1, size)
     height, width = size
     total, number = grid.new_zeros(grid.shape[:3]), grid.new_zeros(grid.shape[1:3])
@@ -79,14 +79,14 @@ def neighbor_similarity(vectors: Tensor, size: Size) -> Tensor:
 
 
 def largest(values: Tensor, left_out: Tensor | None = None) -> Tensor:
-    """Returns the largest of every image's values [B, cells] at cells that were not left out before, [B, 1]."""
+    """Returns the largest of every image's values [B, cells] at cells that were not excluded before, [B, 1]."""
     return (values if left_out is None else values.masked_fill(left_out, -torch.inf)).amax(dim=1, keepdim=True)
 
 
 def in_steps(values: Tensor) -> Tensor:
-    """Returns values [B, cells] in whole steps of `ROUNDING` times the largest of their image, so that rounding alone makes no difference.
+    """Returns values [B, cells] in whole steps of `ROUNDING` times the largest of their image, so that rounding makes no difference.
 
-    Where a map is enlarged many cells have the same value, and a sum rounds differently in every batch.
+    Cells of an enlarged map often have the same value, and a sum rounds differently in every batch.
     """
     most = values.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny)
     return (values / most / ROUNDING).round()
@@ -116,7 +116,7 @@ def anchor_cells(size: Size, alpha: int, device: torch.device, edges: bool = Fal
 
 
 def anchor_places(side: int, alpha: int, device: torch.device, edges: bool) -> Tensor:
-    """Returns rows or columns that have anchors, ascending, made on the device for the sake of graph capture."""
+    """Returns rows or columns that have anchors, ascending, made on the device so that graphs can capture it."""
     places = torch.arange(0, side, min(alpha, side), device=device)
     return torch.cat([places, torch.full_like(places[:1], side - 1)]) if edges and (side - 1) % alpha else places
 
@@ -128,9 +128,9 @@ def anchor_count(size: Size, alpha: int, edges: bool = False) -> int:
 def best_anchor(vectors: Tensor, anchors: Tensor, size: Size, nearest: int | None = None) -> tuple[Tensor, Tensor]:
     """Finds for every cell of `vectors` [B, cells, V] the most similar of the cells `anchors` [A], by cosine (SparseVAR, eq. 3).
 
-    Returns the similarity and the number of that anchor's cell, [B, cells] each. Of equally similar anchors the nearest is taken: where
-    vectors were copied from a common anchor a stage earlier, many are equal, and rounding must not decide. `nearest` is the number of
-    anchors that are compared, those nearest to the cell on the grid; None compares all.
+    Returns the similarity and the number of that anchor's cell, [B, cells] each. Of equally similar anchors the nearest is taken: vectors
+    that were copied from a common anchor a stage earlier are often equal, and rounding must not decide. `nearest` is the number of anchors
+    that are compared, the nearest ones on the grid; None compares all.
     """
     candidates = F.normalize(vectors[:, anchors], dim=-1)
     lengths = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp(min=MIN_LENGTH)
@@ -157,8 +157,8 @@ def covering_cells(vectors: Tensor, computed: Tensor, count: int, size: Size) ->
     """Marks up to `count` cells that are not computed, [B, cells]: those that resemble most of the others that are not.
 
     vectors [B, cells, V], computed [B, cells]. A cell's gain is the increase of the similarity of all cells that are not computed to their
-    most similar source if it becomes one too. The best are taken in growing rounds, of cells that are similar to each other one alone.
-    On nano 7 rounds for 64 anchors raise the mean similarity of what is left out from 0.951 with the grid to 0.971, one at a time to 0.974.
+    most similar source if it becomes one too. The best are taken in growing rounds; of similar cells a round takes one. On nano 7 rounds
+    for 64 anchors raise the mean similarity of the excluded cells from 0.951 with the grid to 0.971, one at a time to 0.974.
     """
     side = math.ceil(math.sqrt(math.prod(size) / MAX_BLOCKS))
     unit = F.normalize(vectors, dim=-1)
@@ -180,7 +180,7 @@ def covering_cells(vectors: Tensor, computed: Tensor, count: int, size: Size) ->
 
 
 def ranked(gain: Tensor, near: Tensor, taken: Tensor) -> Tensor:
-    """Returns scores [B, blocks] of a round: by gain, and blocks that have a better one near them come after all others."""
+    """Returns scores [B, blocks] of a round: by gain; blocks near a better one come after all others."""
     blocks = gain.shape[1]
     first = torch.arange(blocks - 1, -1, -1, device=gain.device, dtype=torch.int32)  # of equals
     rank = ((gain / STEP).round().int() * blocks + first).masked_fill(taken, NONE)
@@ -206,7 +206,7 @@ def per_block(values: Tensor, size: Size, side: int) -> Tensor:
 def typical_cells(unit: Tensor, among: Tensor, size: Size, side: int) -> Tensor:
     """Returns, for every block, the number of the cell `among` [B, cells] that resembles the mean of these most: [B, blocks].
 
-    unit [B, cells, V] has vectors of unit length. NONE where a block has no such cell.
+    unit [B, cells, V] has vectors of unit length. NONE if a block has no such cell.
     """
     blocks = per_block(unit * among[..., None], size, side)
     number = torch.arange(1, among.shape[1] + 1, device=among.device) * among

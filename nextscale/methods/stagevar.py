@@ -33,31 +33,31 @@ DEFAULTS: dict[tuple[str, int], tuple[int, Mapping[int, float]]] = {
     ("star", 14): (12, {13: ALPHA}),
     ("hart", 14): (12, {13: ALPHA}),
 }
-"""The first stage without guidance and the alphas of the paper and its reference implementation, by family and number of stages."""
+"""First stage without guidance, and alphas, of the paper and its reference implementation, by family and number of stages."""
 RELEASED = ("infinity", "star", "hart")
 
 
 @dataclass(frozen=True)
 class StageVAR(Method):
-    """Late stages run the rows of one cfg branch alone, on few projected rows per group of blocks, or not at all.
+    """Runs late stages without guidance, on few projected rows per group of blocks, or not at all.
 
     `StageVAR()` is the published combination, `StageVAR(guidance_off=99, alphas=())` dense generation. Every low-rank stage needs the whole
     grid of the stage before it: a method that reduces or skips that stage is refused.
 
     guidance_off: from this stage on only the rows of one cfg branch run. None is the published stage (Infinity 10 of 13, STAR and HART 12
-        of 14), elsewhere the last but one. The number of stages, or any larger number, is never. A request without guidance keeps its
-        conditional rows.
-    kept_rows: the branch that goes on. "uncond" is as published: late stages are generated from the empty prompt, or from the negative
+        of 14), elsewhere the last but one. The number of stages, or any larger number, never drops guidance. A request without
+        guidance keeps its conditional rows.
+    kept_rows: the branch that continues. "uncond" is as published: late stages are generated from the empty prompt, or from the negative
         one. "cond" is a guidance scale of 1 and costs the same; on nano it is nearer to dense images (LPIPS 0.032 against 0.044 from
         stage 11 on).
     alphas: {stage index: alpha}. 0 skips the stage, 1 runs it in full, and in between it runs at the rank that holds this share of its
         energy. None is as published (Infinity {10: 0.96, 11: 0, 12: 0}, STAR and HART {13: 0.96}), elsewhere the last stage at 0.96.
     ranks: the ranks of an alpha. None is the table of the model, the one beside its weights (`nextscale calibrate stagevar`) or published
-        one (Infinity-2B, STAR-1024, HART), at the stage with the nearest number of cells. The name of a .json file is such a table too. A
+        one (Infinity-2B, STAR-1024, HART), at the stage with the nearest number of cells. The name of a .json file works too. A
         number is the same ratio for all groups, a tuple has one per group, a mapping a tuple per stage. A ratio is a share of the
         largest possible rank (equation 4): it makes int(ratio * min(tokens, channels)) + 1 rows.
     groups: blocks per group. None is as published (Infinity an eighth of the depth, STAR and HART 1), elsewhere an eighth of the depth.
-    as_released: what the reference implementation does, which exists for Infinity, STAR and HART: Infinity's projected rows take the first
+    as_released: as in the reference implementation, which exists for Infinity, STAR and HART: Infinity's projected rows take the first
         positions of the stage and its ratios multiply all tokens, every model of a family has the published table, and Infinity with
         fewer groups its first ratios.
 
@@ -147,7 +147,7 @@ class StageVAR(Method):
 
 
 def published(model: NextScaleModel, schedule: Schedule) -> tuple[int, Mapping[int, float]]:
-    """Returns the first stage without guidance and the alphas where they are not given."""
+    """Returns the first stage without guidance and the alphas, with defaults."""
     last = len(schedule) - 1
     return DEFAULTS.get((model.family, len(schedule)), (max(1, last - 1), {last: ALPHA} if last else {}))
 
@@ -211,7 +211,7 @@ class LowRankGroup(Span):
     layers: range
     group: int
     ratio: float
-    channels: int | None = None  # the rank is at most this, and `ratio` multiplies at most as many tokens
+    channels: int | None = None  # maximum of the rank; `ratio` multiplies at most as many tokens
     store: bool = False  # the next stage is restored from this one
     first_positions: bool = False  # the rows take the first positions of the stage instead of their representatives'
 
@@ -253,7 +253,7 @@ class LowRankGroup(Span):
         return self.restored(tokens, ctx).scatter(1, chosen[..., None].expand_as(y), repeat_tail(y, ranks))
 
     def ranks(self, x: Tensor, tokens: Tokens) -> tuple[int, Tensor | None]:
-        """Returns the rank of x [R, N, C]: the largest of the batch, and where they differ, that of each row [R]."""
+        """Returns the rank of x [R, N, C]: the largest of the batch, and if they differ, the rank of each row [R]."""
         rows = self.num_tokens(x.shape[1])
         if tokens.count is None:
             return rows, None
@@ -261,7 +261,9 @@ class LowRankGroup(Span):
         return rows, torch.minimum((self.ratio * to_double(largest)).long() + 1, largest).clamp(max=rows)
 
     def projection(self, x: Tensor, tokens: Tokens, ctx: ForwardContext, rank: int, ranks: Tensor | None) -> Tensor:
-        """Returns Q [R, N, r] with entries N(0, 1/r). Noise is drawn for all cells of the stage, however many of them run."""
+        """Returns Q [R, N, r] with entries N(0, 1/r). Noise is drawn for all cells of the stage, so it does not depend on the tokens that
+        run.
+        """
         normal = noise_of(ctx.method_rng.normal, x, tokens, ctx, self.num_tokens(tokens.stage.cells))[..., :rank]
         return normal / (rank**0.5 if ranks is None else ranks.sqrt()[:, None, None])
 
@@ -284,7 +286,7 @@ def squared_norms(x: Tensor) -> Tensor:
 def representatives(weight: Tensor, noise: Tensor, rank: int, count: Tensor | None = None) -> Tensor:
     """Samples `rank` of N tokens without replacement, with probability proportional to `weight` [R, N]: [R, rank], in this order.
 
-    The largest ratios of weight to unit exponential `noise` win, as in torch.multinomial, which makes the same of the same noise.
+    The largest ratios of weight to unit exponential `noise` win, as in torch.multinomial, which gives the same result for the same noise.
     """
     ratio = weight / noise
     if count is not None:
@@ -305,6 +307,6 @@ def project(x: Tensor, q: Tensor, count: Tensor | None = None) -> Tensor:
 
 
 def first_tokens(tokens: Tokens, rows: Tensor, count: Tensor | None) -> Tokens:
-    """Returns the first of these tokens, as positions for `rows` [R, r, C] that stand for no token in particular."""
+    """Returns the first of these tokens as positions for `rows` [R, r, C] that have no token of their own."""
     place = torch.arange(rows.shape[1], device=rows.device).expand(rows.shape[0], -1)
     return tokens.take(repeat_tail(place, count), count)

@@ -1,4 +1,4 @@
-"""Rank ratios of StageVAR that were measured of one model: published tables, and files beside the weights."""
+"""Measured rank ratios of StageVAR: published tables, and files beside the weights."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class RankRow:
 
 @dataclass(frozen=True, repr=False)
 class RankTable:
-    """Ratios of one model. It belongs to models of this family, depth and dim, and to no other."""
+    """Ratios of one model; they apply to no other family, depth or dim."""
 
     family: str
     depth: int
     dim: int
     rows: tuple[RankRow, ...]
-    sides: tuple[int, ...] | None = None  # stages of the model, where models for other sizes have weights of their own
-    about: dict[str, Any] = field(default_factory=dict, compare=False)  # how it was measured
+    sides: tuple[int, ...] | None = None  # stages of the model, if models for other sizes have weights of their own
+    about: dict[str, Any] = field(default_factory=dict, compare=False)  # conditions of the measurement
 
     def __post_init__(self) -> None:
         for row in self.rows:
@@ -65,7 +65,7 @@ class RankTable:
         return (self.family, self.depth, self.dim) == identity(model) and (self.sides is None or self.sides == config.sides)
 
     def ratios(self, alpha: float, cells: int) -> tuple[float, ...]:
-        """Returns those of the stage with the nearest number of cells."""
+        """Returns the ratios of the stage with the nearest number of cells."""
         rows = [row for row in self.rows if row.alpha == alpha]
         known = sorted({row.alpha for row in self.rows})
         require(rows, "alpha", f"one of {', '.join(map(str, known))}, as in {self!r}", alpha)
@@ -81,7 +81,7 @@ def identity(model: NextScaleModel) -> tuple[str, int, int]:
 
 
 def rank_file(weights: Path) -> Path:
-    """Returns the path of the table of a model that was loaded from this file or folder: beside it."""
+    """Returns the path of the table beside the weights, a file or folder."""
     return weights.with_name(f"{weights.stem if weights.is_file() else weights.name}{SUFFIX}")
 
 
@@ -101,7 +101,7 @@ def read_rank_table(path: Path) -> RankTable:
 
 @cache
 def published_tables() -> dict[str, RankTable]:
-    """Returns the published ratios by family, each of the model that it was measured of."""
+    """Returns the published ratios by family, each with the model on which it was measured."""
     found = json.loads(files(__package__).joinpath("ranks.json").read_text())["tables"]
     return {table.family: table for table in from_plain(tuple[RankTable, ...], found, "tables")}
 
@@ -131,7 +131,7 @@ def require_groups(table: RankTable, groups: int) -> RankTable:
 
 
 def group_layers(model: NextScaleModel, blocks_per_group: int | None) -> tuple[range, ...]:
-    """Returns groups of consecutive blocks, of which the last may have fewer. None is the published number per group, or an eighth."""
+    """Returns groups of consecutive blocks; the last may have fewer. None is the published number per group, or an eighth."""
     depth = len(model.blocks)
     size = blocks_per_group or (1 if model.family in ("star", "hart") else max(1, depth // 8))
     require(size <= depth, "groups", f"at most {depth}, the blocks of this model", size)

@@ -1,4 +1,4 @@
-"""Methods that make one output of several calls of a pipeline."""
+"""Methods that make one output from several calls of a pipeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Call = Mapping[str, Any]
 
 
 class Strategy(Method):
-    """A method that makes several calls. What is given beside it runs in each of them."""
+    """A method that makes several calls. Methods combined with it run in each of them."""
 
     second_model: ClassVar[bool] = False  # True: other models run beside the pipeline's own
 
@@ -23,7 +23,7 @@ class Strategy(Method):
         raise NotImplementedError
 
     def warmup(self, pipe: Any, call: Call, beside: Method) -> None:
-        """Captures everything that such a call may need."""
+        """Captures all requests that such a call makes."""
         self.generate(pipe, {**call, "warmup": True}, beside)
 
     def planned(self, spec: Any, model: Any, tokenizer: Any, workload: Any) -> Planned:
@@ -32,7 +32,7 @@ class Strategy(Method):
 
 
 class Planned(NamedTuple):
-    """Forecast of a request of several models."""
+    """Forecast of a request to several models."""
 
     name: str
     cost: Any  # RequestCost of all
@@ -42,14 +42,14 @@ class Planned(NamedTuple):
 
 @dataclass
 class Partners:
-    """Pipelines that a strategy runs beside its own, by name."""
+    """Further pipelines of a strategy, by name."""
 
-    open: Callable[[str], Any] | None = None  # loads another model as the pipeline's own was
+    open: Callable[[str], Any] | None = None  # loads another model with the same options
     known: dict[str, Any] = field(default_factory=dict)
 
 
 def split_strategy(method: Method) -> tuple[Strategy | None, Method]:
-    """Returns the strategy among combined methods, and what is given beside it."""
+    """Returns the strategy among combined methods, and the other methods."""
     every = method.methods if isinstance(method, Combined) else (method,)
     strategy = next((one for one in every if isinstance(one, Strategy)), None)
     return strategy, combined([one for one in every if one is not strategy])

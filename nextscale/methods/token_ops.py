@@ -1,4 +1,4 @@
-"""Choosing and merging tokens: tensors in, tensors out, and nothing is read back from the device."""
+"""Selecting and merging tokens: tensors in, tensors out, without reading back from the device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def require_separate_sublayers(model: NextScaleModel, method: str) -> None:
 
 
 def require_own_text(model: NextScaleModel, batch: int, what: str) -> None:
-    """Raises SettingError if the images of a batch cannot run different tokens, since the first row's text attention stands for all."""
+    """Raises SettingError if the images of a batch cannot run different tokens, because they share the first row's text attention."""
     if batch > 1 and model.rows_share_text:
         raise SettingError(
             f"{what} of every image, and with as_released STAR's text attention reads the first: load it without, or one image at a time."

@@ -47,7 +47,7 @@ class Candidate:
         return len(self.amounts) + len(self.left_out) + sum((bool(self.peer), self.unguided is not None, self.skipped > 0))
 
     def with_amounts(self, amounts: dict[int, float]) -> Candidate:
-        """Returns it with other shares. Cells that SparseVAR left out stay out, so shares never grow unless a whole stage lies between."""
+        """Returns it with other shares. Cells that SparseVAR left out stay out, so shares never grow without a whole stage between."""
         shrinking: dict[int, float] = {}
         for stage in sorted(amounts):
             shrinking[stage] = min(amounts[stage], shrinking.get(stage - 1, 1.0))

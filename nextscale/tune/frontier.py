@@ -36,13 +36,13 @@ def speed_by_distance(places: Iterable[Place]) -> Callable[[float], float]:
 
 
 def near_frontier(places: Mapping[T, Place], count: int) -> list[T]:
-    """Returns at most `count` items, of several ranges of speed in turn, always the one nearest to the frontier."""
+    """Returns at most `count` items, from several ranges of speed, always the one nearest to the frontier."""
     fastest = speed_by_distance(places.values())
     return spread({item: (speedup, speedup / fastest(distance)) for item, (speedup, distance) in places.items()}, count)
 
 
 def spread(scored: Mapping[T, tuple[float, float]], count: int) -> list[T]:
-    """Returns at most `count` items by speedup and score: of several ranges of speed in turn, the highest score first."""
+    """Returns at most `count` items by speedup and score: from several ranges of speed, the highest score first."""
     if not scored:
         return []
     bins = max(1, min(MAX_RANGES, count // 2))

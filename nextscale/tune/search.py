@@ -107,7 +107,7 @@ class Search:
 
         Real runs of the blocks with the best foresight, of the logits, and of the default decide. All of them cost the same.
         """
-        self.on_progress("which blocks foresee the next stage", self.spent)
+        self.on_progress("which blocks predict the next stage", self.spent)
         prompts, seeds = self.bench.part(0)
         seen = self.log.foresight
         if seen is None:
@@ -122,7 +122,7 @@ class Search:
     def with_anchors(self, changes: list[str]) -> list[str]:
         """Adds anchors by content: first if they pay for the time of finding them, else as another choice."""
         grid, content = changes[0], ",".join(filter(None, (changes[0], CONTENT)))
-        trials = [self.trial(Candidate(self.all_late, change=change), what="where anchors lie") for change in (grid, content)]
+        trials = [self.trial(Candidate(self.all_late, change=change), what="where anchors are") for change in (grid, content)]
         if any(trial.error is not None for trial in trials):
             return changes
         on_grid, by_content = (trial.lpips * trial.seconds**STEEP for trial in trials)
@@ -150,7 +150,7 @@ class Search:
         return {name: Candidate(peer=peer) for name, (_, peer) in sorted(best.items())}
 
     def predicted(self, space: Space) -> Places:
-        """Returns speedup and distance of all combinations that are no further from dense than some single knob."""
+        """Returns speedup and distance of all combinations that are at most as far from dense as some single knob."""
         possible = (candidate for candidate in space.combinations() if self.predictor.possible(candidate))
         places = {candidate: (self.predictor.speedup(candidate), self.predictor.distance(candidate)) for candidate in possible}
         return {candidate: place for candidate, place in places.items() if place[1] <= self.most}

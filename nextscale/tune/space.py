@@ -20,7 +20,7 @@ LATE = 4  # stages whose shares are combined; steps may reduce one more
 UNGUIDED = 5  # stages that may be the first without guidance
 MAX_SKIPPED = 3  # stages
 LEFT_OUT = 3  # stages before the last one that are left out in combinations
-MAX_LEFT_OUT = 5  # of which steps may leave out any
+MAX_LEFT_OUT = 5  # steps may leave out any of them
 
 LADDERS: Mapping[str, tuple[str, ...]] = {
     "fastvar": ("ratios={LAST: 0.4}", "ratios={LAST: 0.6}", "ratios={BEFORE: 0.4, LAST: 0.6}", "ratios={BEFORE: 0.6, LAST: 0.75}"),

@@ -1,4 +1,4 @@
-"""Validation: the winners and plain skipping on prompts that the search has not seen, in turns with dense generation, as a profile."""
+"""Validation: the winners and plain skipping on held-out prompts, alternating with dense generation, as a profile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..profiles import Interval, Point, Profile, fingerprint
 from ..stage import Schedule
 from .frontier import frontier
 
-EQUAL = 99.0  # dB, where all images are those of dense generation
+EQUAL = 99.0  # dB, if all images equal the dense ones
 SKIPPED = 3  # numbers of last stages that plain skipping leaves out
 
 
