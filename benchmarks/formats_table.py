@@ -1,4 +1,4 @@
-"""Tables of research/notes/eight-bit-weights.md: quality, speed and errors of 8-bit weights."""
+"""Tables of 8-bit weights, in docs/guides/memory.md and research/notes/eight-bit-weights.md."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Hashable, Sequence
 from nextscale.eval.results import Row
 from nextscale_research.quality.formats import NAMES, OWN, Variant
 
-from .cells import BATCH, ENERGY, IMAGE, METHOD, MODEL, Column, bounded, machines, table_of
-from .shown_rows import case_of
+from .cells import BATCH, ENERGY, IMAGE, MEMORY, METHOD, MODEL, Column, bounded, machines, table_of
+from .shown_rows import case_of, image
 from .suites import step_of
 
 ERRORS = "format errors"
 
 
 def format_tables(rows: Sequence[Row]) -> dict[str, str]:
-    return {"formats": images_table(rows), "format-speed": speed_table(rows), "format-errors": errors_table(rows)}
+    return {"formats": images_table(rows), "format-errors": errors_table(rows)}
 
 
 def number(head: str, name: str, form: str) -> Column:
@@ -62,18 +62,18 @@ def speed_table(rows: Sequence[Row]) -> str:
             shown += [before, row | {"against_own": before["median_ms"] / row["median_ms"]}]
     columns = (
         MODEL,
-        IMAGE,
         BATCH,
         METHOD,
         Column("weights", lambda row: row.get("quantize") or row["dtype"], "l"),
-        Column("generate, ms", lambda row: f"{row['median_ms']:.1f}"),
-        Column("against its own dtype", lambda row: f"**{row['against_own']:.2f}**" if "against_own" in row else ""),
-        Column("end to end, ms", lambda row: f"{row['end_to_end']['median_ms']:.1f}"),
-        Column("images/s", lambda row: f"{row['images_per_second']:.1f}"),
-        Column("peak memory", lambda row: f"{row['peak_gb']:.2f} GB"),
+        Column("generate, ms", lambda row: f"{row['median_ms']:.0f}"),
+        Column("speedup", lambda row: f"**{row['against_own']:.2f}**" if "against_own" in row else ""),
+        MEMORY,
         ENERGY,
     )
-    note = f"Medians; {machines(shown)}; with CFG, CUDA graphs and random weights. Decoding runs in the model's own dtype."
+    note = (
+        f"Medians; {machines(shown)}; guided images of 1024x1024, captured graphs, random weights. Decoding runs in the model's own dtype."
+    )
+    assert {image(row) for row in shown} <= {"1024x1024"}
     return table_of(columns, shown, note) if shown else ""
 
 

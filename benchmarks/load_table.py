@@ -26,10 +26,9 @@ def load_table(rows: list[Row]) -> str:
         Column("p50 / p95", lambda row: f"{seconds(row['p50_ms'])} / {seconds(row['p95_ms'])}"),
         Column("mean batch", lambda row: f"{row['mean_batch']:.1f}"),
         Column(" / ".join(STATUSES), lambda row: " / ".join(str(row["answers"].get(status, 0)) for status in STATUSES)),
-        Column("lost", lambda row: str(row["lost"])),
         Column("equal alone", lambda row: f"{row['equal']} of {row['compared']}"),
     )
-    return table_of(columns, load_rows(rows))
+    return table_of(columns, [row for row in load_rows(rows) if not row["hardware"].startswith("CPU")])
 
 
 def case(row: Row) -> str:

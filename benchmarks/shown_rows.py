@@ -49,8 +49,9 @@ def case_of(row: Row) -> CaseKey:
 
 
 def image(row: Row) -> str:
-    size = row["size"]
-    return f"{size[0]}x{size[1]}" if isinstance(size, list) else str(size or "its own size")
+    """Returns the size as WIDTHxHEIGHT."""
+    size = row["size"]  # [height, width]
+    return f"{size[1]}x{size[0]}" if isinstance(size, list) else str(size or "its own size")
 
 
 def by_case(rows: Iterable[Row]) -> dict[CaseKey, list[Row]]:

@@ -11,7 +11,6 @@ from .cells import (
     CASE,
     END_TO_END,
     ENERGY,
-    ENGINE,
     IMAGE,
     MACS,
     MEMORY,
@@ -22,6 +21,7 @@ from .cells import (
     Column,
     capture_note,
     faster,
+    gib,
     heads_of,
     line,
     machines,
@@ -30,6 +30,7 @@ from .cells import (
     repeats,
     roofline,
     roofline_note,
+    shown_method,
     table,
     table_of,
 )
@@ -38,7 +39,6 @@ from .shown_rows import (
     case_of,
     common,
     dense_rows,
-    image,
     is_step,
     method_rows,
     one_run,
@@ -54,8 +54,8 @@ SUMMARY_CASE: CaseKey = ("infinity-2b", "1024x1024", 1)
 SUMMARY_METHODS = (DENSE, "skip the last two stages", SPARSE, "FastVAR", "StageVAR")
 CHAIN = ("eager, plain torch", "graphs, plain torch", "graphs")  # steps of the step-by-step table; named steps follow
 SPARSE_NOTE = (
-    "Random weights generate noise, which has detail everywhere. SparseVAR therefore ran with a fixed budget, a quarter of the cells plus"
-    " its anchors, instead of a threshold."
+    "Images of random weights are noise, with detail everywhere, so SparseVAR computes a quarter of the cells and its anchors instead of"
+    " using a threshold. Its rows begin one stage before the current default."
 )
 
 
@@ -76,10 +76,10 @@ def summary_table(rows: Sequence[Row]) -> str:
         MACS,
         MEMORY,
     )
-    first = [] if theirs is None else [[REFERENCE, f"{theirs['median_ms']:.0f}", "", "1.00", "", f"{theirs['peak_gb']:.1f} GB"]]
+    first = [] if theirs is None else [[REFERENCE, f"{theirs['median_ms']:.0f}", "", "1.00", "", gib(theirs["peak_gb"])]]
     note = (
-        f"Medians; {machines(shown)}, batch 1, with CFG, CUDA graphs and random weights, without decoding. Methods alternated with dense"
-        f" generation. {SPARSE_NOTE}{reference_note(shown, known)}"
+        f"Medians; {machines(shown)}, batch 1, guided, captured graphs, random weights, without decoding. Methods and dense generation"
+        f" alternated, request by request. {SPARSE_NOTE}{reference_note(shown, known)}"
     )
     return table(*heads_of(columns), [*first, *(line(row, columns) for row in shown)], note)
 
@@ -90,35 +90,48 @@ def dense_table(rows: Sequence[Row]) -> str:
         return ""
     known = references(rows)
 
-    def theirs(row: Row, name: str, form: str) -> str:
+    def theirs(row: Row, name: str) -> str:
         own = reference_of(row, known)
-        return "" if own is None else form.format(own[name])
-
-    def decoding(row: Row) -> str:
-        own = reference_of(row, known)
-        beside = f" (reference {own['decode']['median_ms']:.0f})" if own and own["decode"] else ""
-        return f"{row['decode']['median_ms']:.0f}{beside}"
+        return "" if own is None else gib(own[name]) if name == "peak_gb" else f"{own[name]:.0f}"
 
     columns = (
         MODEL,
         IMAGE,
         BATCH,
-        ENGINE,
-        Column("generate, ms", lambda row: f"**{row['median_ms']:.0f}** ({row['p20_ms']:.0f}–{row['p80_ms']:.0f})"),
-        Column(f"{REFERENCE}, ms", lambda row: theirs(row, "median_ms", "{:.0f}")),
-        Column("of these, ms", own_head),
-        Column("decode, ms", decoding),
+        Column("generate, ms", lambda row: f"**{row['median_ms']:.0f}**"),
+        Column("reference, ms", lambda row: theirs(row, "median_ms")),
+        Column("of which, ms", own_head),
         END_TO_END,
-        *ROOFLINE,
+        ROOFLINE[1],
         ENERGY,
         MEMORY,
-        Column(REFERENCE, lambda row: theirs(row, "peak_gb", "{:.1f} GB")),
+        Column("reference", lambda row: theirs(row, "peak_gb")),
     )
     note = (
-        f"Median of {repeats(shown)} runs (20th to 80th percentile); {machines(shown)}; dense, with CFG and random weights, so without"
-        f' quality. "End to end" is from prompt features to pixels.{reference_note(shown, known)}{roofline_note(shown)}'
+        f"Median of {repeats(shown)} runs; {machines(shown)}; dense, guided, {engines(shown)}, random weights."
+        f' "End to end" is from prompt features to pixels.{reference_note(shown, known)}{roofline_note(shown)}'
     )
     return table_of(columns, shown, note)
+
+
+def engines(rows: Sequence[Row]) -> str:
+    return " or ".join({"graphs": "captured graphs"}.get(name, name) for name in sorted({row["engine"] for row in rows}))
+
+
+def method_speed_table(rows: Sequence[Row], name: str) -> str:
+    """Returns the times of one method on every model, beside dense generation in the same run."""
+    alone = [row for row in method_rows(rows) if case_of(row)[1:] == SUMMARY_CASE[1:] and "error" not in row]
+    found = [row for row in alone if row["method"].startswith(name)]
+    columns = (
+        MODEL,
+        METHOD,
+        Column("generate, ms", lambda row: f"{row['median_ms']:.0f}"),
+        Column("speedup", lambda row: f"**{row['speedup']['median']:.2f}**"),
+        MACS,
+        MEMORY,
+    )
+    note = f"Medians; {machines(found)}; one guided image of 1024x1024, captured graphs, random weights."
+    return table_of(columns, found, note) if found else ""
 
 
 def methods_table(rows: Sequence[Row]) -> str:
@@ -137,8 +150,8 @@ def methods_table(rows: Sequence[Row]) -> str:
         MEMORY,
     )
     note = (
-        f"Median of {repeats(shown)} runs of alternating methods (20th to 80th percentile); {machines(shown)}; with CFG and random weights,"
-        f" so without quality. {SPARSE_NOTE}{capture_note(shown)}{roofline_note(shown)}"
+        f"Median of {repeats(shown)} runs in which the methods alternate (20th–80th percentile); {machines(shown)}; guided, random"
+        f" weights. {SPARSE_NOTE}{capture_note(shown)}{roofline_note(shown)}"
     )
     return table_of(columns, shown, note)
 
@@ -158,7 +171,7 @@ def growth_table(rows: Sequence[Row]) -> str:
         f"Generation in ms and speedup over dense; medians of {repeats(shown)} runs; {machines(shown)}; with CFG, batch 1, random"
         f" weights.{capture_note(shown)} Images above 1024 px are larger than the models were trained for."
     )
-    return table(["model", "image", *methods], "ll" + "r" * len(methods), lines, note)
+    return table(["model", "image", *map(shown_method, methods)], "ll" + "r" * len(methods), lines, note)
 
 
 def growth_cell(row: Row) -> str:
@@ -173,13 +186,16 @@ def throughput_table(rows: Sequence[Row]) -> str:
     if not shown:
         return ""
     columns = (
-        *CASE,
+        MODEL,
+        IMAGE,
+        BATCH,
+        METHOD,
         Column("images per second", lambda row: f"**{row['images_per_second']:.2f}**"),
         Column("relative throughput", lambda row: faster(row, "speedup_end_to_end")),
         ENERGY,
         MEMORY,
     )
-    note = f"From prompt features to pixels; medians of {repeats(shown)} runs; {machines(shown)}; with CFG and random weights."
+    note = f"From prompt features to pixels; medians of {repeats(shown)} runs; {machines(shown)}; guided, {engines(shown)}, random weights."
     return table_of(columns, shown, note)
 
 
@@ -232,7 +248,7 @@ def waterfall_table(rows: Sequence[Row]) -> str:
         on_top = [row for row in steps[last] if row["method"] != DENSE]
         for row in on_top:
             gain = "" if row["speedup"] is None else f"{row['speedup']['median']:.2f}"
-            named = f"{last}, {row['method']}" + (" (eager)" if row["engine"] != row["engine_asked"] else "")
+            named = f"{last}, {shown_method(row['method'])}" + (" (eager)" if row["engine"] != row["engine_asked"] else "")
             lines.append([*start, named, f"{row['median_ms']:.0f}", gain, f"**{first / row['median_ms']:.2f}**", *roofline(row)])
         shown += [*dense.values(), *on_top]
     if not shown:
@@ -240,7 +256,7 @@ def waterfall_table(rows: Sequence[Row]) -> str:
     roofline_heads = [column.head for column in ROOFLINE]
     heads = ("model", "image", "batch", "step", "generate, ms", "speedup over the step before", "total speedup", *roofline_heads)
     note = (
-        f"Medians; {machines(shown)}. Steps were measured one after another on machines of this kind; methods alternated with dense"
+        f"Medians; {machines(shown)}. Steps were measured one after another on machines of this kind, methods alternating with dense"
         f" generation of the last step, with which they are compared.{reference_note(shown, known)}{roofline_note(shown)}"
     )
     return table(heads, "llrlrrrrr", lines, note)
@@ -261,27 +277,6 @@ def speed_tables(rows: Iterable[Row]) -> dict[str, str]:
     """Returns the tables that have rows."""
     known = list(rows)
     return {name: made for name, make in TABLES.items() if (made := make(known))}
-
-
-def stages_svg(row: Row) -> str:
-    """Draws the time of every stage of one image as bars."""
-    times, tokens = row["stage_median_ms"], row["tokens"]
-    width, height, left, top = 760, 240, 16, 44
-    step, tallest = (width - 2 * left) / len(times), max(times)
-    bars = []
-    for i, (time, count) in enumerate(zip(times, tokens, strict=True)):
-        size = max(time / tallest * (height - top - 46), 1)
-        x, y = left + i * step, height - 36 - size
-        bars.append(f'<rect x="{x + 4:.1f}" y="{y:.1f}" width="{step - 8:.1f}" height="{size:.1f}" rx="2" fill="#3b6fb6"/>')
-        bars.append(f'<text x="{x + step / 2:.1f}" y="{y - 5:.1f}" text-anchor="middle">{time:.0f} ms</text>')
-        bars.append(f'<text x="{x + step / 2:.1f}" y="{height - 20}" text-anchor="middle">{count}</text>')
-    share = sum(times[-3:]) / sum(times)
-    title = f"{row['model']}, {image(row)}, one image: the last three of {len(times)} stages take {share:.0%} of the time"
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11" fill="#333">'
-        f'<rect width="{width}" height="{height}" fill="white"/><text x="{left}" y="22" font-size="14">{title}</text>'
-        f'{"".join(bars)}<text x="{left}" y="{height - 4}">tokens per stage; {row["hardware"]}, {row["engine"]}, dense</text></svg>\n'
-    )
 
 
 def pictured_row(rows: Iterable[Row]) -> Row | None:

@@ -1,51 +1,61 @@
 """Writes the tables and pictures of the pages: `python -m benchmarks.tables`.
 
-The tables of README.md and docs/ come from the results file; the table of planned MACs in docs/methods/index.md is computed.
+The tables of README.md, docs/ and research/notes/ come from the results file; planned MACs and memory are computed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
 import torch
 
 from nextscale.eval.results import DENSE, Row, read_rows
-from nextscale.loading.presets import build_model, model_spec
+from nextscale.loading.artifacts import encoder_bytes
+from nextscale.loading.load import without_weights
+from nextscale.loading.presets import MODELS, NANO, build_model, model_spec
 from nextscale.methods import resolve_method
 from nextscale.planning.cost import RequestCost, Workload, request_cost
+from nextscale.planning.memory import request_memory
 from nextscale.profiles import Profile
-from nextscale_research.quality.frontier import frontier_svg
 from nextscale_research.quality.lists import sparsevar_decisions
 from nextscale_research.quality.rows import CONDITIONS, comparable, judged, real_agreement
 
 from .cells import IMAGE, MACS, METHOD, Column, bounded, faster, table, table_of, with_tables
-from .formats_table import format_tables
+from .formats_table import format_tables, speed_table
 from .load_table import load_table
 from .memory_table import memory_table
+from .pictures import quality_svg, stage_times_svg
 from .results import RESULTS
 from .sample_table import sample_table
 from .shown_rows import image
-from .speed_tables import TABLES, pictured_row, speed_tables, stages_svg, summary_table
+from .speed_tables import TABLES, method_speed_table, pictured_row, speed_tables, summary_table
 
 PROJECT = Path(__file__).parent.parent
 README = PROJECT / "README.md"
 TUNED = PROJECT / "nextscale" / "assets" / "nano" / "nano-512-cuda-batch32.profile.json"
-SPEED_PAGE = PROJECT / "docs" / "results" / "benchmarks.md"
-QUALITY_PAGE = PROJECT / "docs" / "results" / "quality.md"
-METHODS_PAGE = PROJECT / "docs" / "methods" / "index.md"
-SERVING_PAGE = PROJECT / "docs" / "guides" / "serve.md"
-SAMPLING_PAGE = PROJECT / "docs" / "guides" / "many-images.md"
-MEMORY_PAGE = PROJECT / "docs" / "guides" / "memory.md"
-FORMATS_PAGE = PROJECT / "research" / "notes" / "eight-bit-weights.md"
-PICTURE = PROJECT / "docs" / "pictures" / "stages.svg"
-FRONTIER = PROJECT / "docs" / "pictures" / "frontier.svg"  # of the last model by name, at its largest size
+DOCS, NOTES = PROJECT / "docs", PROJECT / "research" / "notes"
+SPEED_PAGE = DOCS / "results" / "benchmarks.md"
+QUALITY_PAGE = DOCS / "results" / "quality.md"
+METHODS_PAGE = DOCS / "methods" / "index.md"
+METHOD_PAGES = {name: DOCS / "methods" / f"{name.lower()}.md" for name in ("SparseVAR", "FastVAR", "StageVAR")}
+INSTALLATION_PAGE = DOCS / "get-started" / "installation.md"
+SERVING_PAGE = DOCS / "guides" / "serve.md"
+SAMPLING_PAGE = DOCS / "guides" / "many-images.md"
+MEMORY_PAGE = DOCS / "guides" / "memory.md"
+FORMATS_NOTE = NOTES / "eight-bit-weights.md"
+SPEED_NOTE = NOTES / "speed.md"
+QUALITY_NOTE = NOTES / "quality-nano.md"
+CHOICES_NOTE = NOTES / "sparsevar-choices.md"
+PICTURE = DOCS / "pictures" / "stage-times.svg"
+FRONTIER = DOCS / "pictures" / "quality.svg"  # of the last model by name, at the largest size that was judged
 
 NOT_YET = "Not measured at a commit of this history: `python -m benchmarks.suites` adds the rows."
 DECIDED_STAGES, DECIDED_BLOCKS = 13, 8  # of nano at 512 px
 ONLY_DECIDED = "rows uncond"  # a method that identifies this list
 ENOUGH = 500  # prompts
-WITHIN = (0.035, 0.065, 0.1, 0.15)  # LPIPS to dense of the README's rows
+WITHIN = (0.065, 0.1)  # LPIPS to dense of the README's points
 
 
 def within(head: str, name: str, form: str) -> Column:
@@ -125,6 +135,70 @@ def padded(row: Row) -> str:
     )
 
 
+QUALITY_SUMMARY = (
+    DENSE,
+    "skip the last stage",
+    "skip the last two stages",
+    "skip the last three stages",
+    "guidance dropped",
+    "SparseVAR",
+    "SparseVAR, 40% of the cells",
+    "FastVAR",
+    "StageVAR",
+    "auto:lpips=0.065",
+    "auto:lpips=0.1",
+)
+
+
+SPEEDUP = Column("speedup", lambda row: f"**{row['speedup']['median']:.2f}**")
+FRECHET = Column("Fréchet distance", lambda row: f"{row['frechet_real']['value']:.1f}")
+
+
+def brief_quality_table(rows: list[Row]) -> str:
+    """Returns some methods at the largest size that was judged: speed, likeness, agreement, distance to real images."""
+    run = judged_runs(rows)[-1]
+    agreement = (
+        Column("style correct", lambda row: f"{row['style']['value']:.0%}"),
+        Column("label in top 5", lambda row: f"{row['label_top5']['value']:.0%}"),
+    )
+    found = by_speed(row for row in run if row["method"] in QUALITY_SUMMARY)
+    note = f"{image(run[0])} px, {conditions(run[0])} In brackets 95 % intervals."
+    return table_of((METHOD, SPEEDUP, MACS, LPIPS, *agreement, FRECHET), found, note)
+
+
+def by_speed(rows: Iterable[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: row["speedup"]["median"])
+
+
+def measured_tables(rows: list[Row], method: str) -> dict[str, str]:
+    """Returns the tables of a method's own page; plain skipping is beside it."""
+    found = by_speed(row for row in judged_runs(rows)[-1] if row["method"].startswith((method, "skip the last")))
+    distance = Column("LPIPS to dense", lambda row: f"{row['lpips']['value']:.3f}")
+    quality = table_of(
+        (METHOD, SPEEDUP, MACS, distance, FRECHET),
+        found,
+        f"`nano` at {image(found[0])} px, NVIDIA H200; conditions and intervals: [Quality](../results/quality.md).",
+    )
+    return {"method-speed": method_speed_table(rows, method), "method-quality": quality}
+
+
+@cache
+def models_table() -> str:
+    """Returns the memory that the published models need, as `nextscale plan` predicts it."""
+    lines = []
+    for spec in MODELS.values():
+        if spec.weights is None or spec.name == NANO.name:
+            continue
+        model, tokenizer = without_weights(spec, torch.bfloat16, None, None)
+        workload = Workload(spec.settings.schedules.choose(None, None), text_tokens=64 if model.stack[0].has_text else 0)
+        peak, encoder = request_memory(model, tokenizer, workload), encoder_bytes(spec)
+        height, width = (side * tokenizer.pixels_per_token for side in workload.schedule.grid)
+        sizes = [f"{size / 2**30:.1f} GiB" if size else "" for size in (peak.weights, encoder, peak.peak + encoder)]
+        lines.append([f"`{spec.name}`", f"{width}x{height}", *sizes])
+    note = "Predicted by `nextscale plan` for one guided image, bfloat16, dense. `--offload-text` takes the text encoder out of the peak."
+    return table(["model", "image", "weights", "text encoder", "peak GPU memory"], "llrrr", lines, note)
+
+
 def conditions(row: Row) -> str:
     """Returns the conditions of a measurement as a sentence."""
     engine = "CUDA graphs" if row["engine"] == "graphs" else row["engine"]
@@ -138,15 +212,15 @@ def tuned_summary(profile: Profile) -> str:
     """Returns a table of the methods that `auto` selects and of skipping stages, by speed."""
     height, width = profile.size
     taken = {f"auto:lpips={within:g}": profile.fastest(lpips=within) for within in WITHIN}
-    skipped = {"skip the last stage": 0, "skip the last two stages": 1, "skip the last three stages": 2}
+    skipped = {"skip the last stage": 0, "skip the last two stages": 1}
     shown = taken | {name: profile.skipping[number] for name, number in skipped.items() if number < len(profile.skipping)}
     lines = [["dense", "1.00", "100%", "", ""]]
     for name, point in sorted(shown.items(), key=lambda item: item[1].speedup.value):
         lines.append([name, f"{point.speedup.value:.2f}", f"{point.macs:.0%}", f"{point.lpips.value:.3f}", f"{point.psnr:.1f} dB"])
-    heads = [f"`{profile.model}`, {height}x{width} px", "speedup", "MACs", "LPIPS to dense", "PSNR"]
+    heads = [f"`{profile.model}`, {width}x{height} px", "speedup", "MACs", "LPIPS to dense", "PSNR"]
     note = (
-        f"{profile.tested} held-out prompts that the search has not used, the same seeds with every method; {profile.hardware},"
-        f" torch {profile.torch}, {profile.dtype}, batches of {profile.batch}, CUDA graphs, including decoding."
+        f"{profile.tested} prompts that the search has not seen, the same seeds with every method; {profile.hardware},"
+        f" torch {profile.torch}, {profile.dtype}, batches of {profile.batch}, captured graphs, decoding included."
     )
     return table(heads, "lrrrr", lines, note)
 
@@ -186,14 +260,15 @@ def decisions_table(rows: list[Row]) -> str:
 
 PLANNED = {
     "skip the last two stages": "skip:last=2",
-    "SparseVAR, 30 % of the cells kept": "sparsevar",
+    "SparseVAR, keep=0.25": "sparsevar:keep=0.25",
     "FastVAR": "fastvar",
     "StageVAR": "stagevar",
     "StageVAR, guidance off only": "stagevar:alphas=[]",
     "ToMe": "tome",
 }
 PLANNED_MODELS = ("infinity-2b", "hart-0.7b", "star-1024", "var-d30")
-PLANNED_INSTEAD = {("var-d30", "stagevar"): "stagevar:ranks=0.177"}  # it has no published ranks
+ON_PAGE = ("dense", "growth", "throughput")  # tables of speed; the note has the others
+PLANNED_INSTEAD = {("var-d30", "stagevar"): "stagevar:ranks=0.177"}  # no ranks of it are published
 
 
 @cache
@@ -204,39 +279,43 @@ def planned_costs(name: str, method: str) -> tuple[RequestCost, RequestCost]:
         model = build_model(spec.model)
     schedule = spec.settings.schedules.choose(None, None)
     workload = Workload(schedule, text_tokens=64 if model.stack[0].has_text else 0)
-    plans = resolve_method(method).forecast(model, schedule, kept=0.3)
+    plans = resolve_method(method).forecast(model, schedule)
     return request_cost(model, workload, plans), request_cost(model, workload)
 
 
 def plans_table() -> str:
-    """Returns a table of MACs relative to dense generation at the published settings: total, linear layers, attention, keys."""
+    """Returns shares of dense generation's MACs at the published settings, guided, one image."""
     lines = []
     for title, method in PLANNED.items():
         cells = []
         for name in PLANNED_MODELS:
             planned, dense = planned_costs(name, PLANNED_INSTEAD.get((name, method), method))
-            shares = (planned.linear / dense.linear, planned.attention / dense.attention, planned.held / dense.held)
-            cells.append(f"**{planned.share(dense):.0%}** ({', '.join(f'{share:.0%}' for share in shares)})")
+            cells.append(f"{planned.share(dense):.0%}")
         lines.append([title, *cells])
     note = (
-        "MACs relative to dense generation, for one image of the model's default size with CFG: total (linear layers, attention, keys kept"
-        " for later stages). Attention shrinks faster than the rest, because both queries and keys are reduced. var-d30 has no published"
-        " ranks, so StageVAR runs 17.7 % of the rows there, as at Infinity's 40x40 stage."
+        "Planned MACs, relative to dense generation: guided, one image of the model's own size. var-d30 has no published ranks; the table"
+        " assumes 17.7 % of the rows for StageVAR, as at Infinity's 40x40 stage."
     )
-    return table(["", *PLANNED_MODELS], "l" * (1 + len(PLANNED_MODELS)), lines, note)
+    return table(["", *PLANNED_MODELS], "l" + "r" * len(PLANNED_MODELS), lines, note)
 
 
 def page_tables(rows: list[Row]) -> dict[Path, dict[str, str]]:
-    """Returns the tables of each page, by the names of their places."""
+    """Returns the tables of every page, under the names of their places."""
+    speed = dict.fromkeys(TABLES, NOT_YET) | speed_tables(rows)
     return {
         README: {"speed": summary_table(rows), "quality": tuned_summary(Profile.load(TUNED))},
-        SPEED_PAGE: dict.fromkeys(TABLES, NOT_YET) | speed_tables(rows),
-        QUALITY_PAGE: {"quality": quality_table(rows)},
-        METHODS_PAGE: {"plans": plans_table(), "decisions": decisions_table(rows)},
+        INSTALLATION_PAGE: {"models": models_table()},
+        SPEED_PAGE: {name: speed[name] for name in ON_PAGE},
+        SPEED_NOTE: {name: speed[name] for name in TABLES if name not in ON_PAGE},
+        QUALITY_PAGE: {"brief-quality": brief_quality_table(rows)},
+        QUALITY_NOTE: {"quality": quality_table(rows)},
+        METHODS_PAGE: {"plans": plans_table()},
+        **{page: measured_tables(rows, method) for method, page in METHOD_PAGES.items()},
+        CHOICES_NOTE: {"decisions": decisions_table(rows)},
         SERVING_PAGE: {"load": load_table(rows)},
         SAMPLING_PAGE: {"sample": sample_table(rows)},
-        MEMORY_PAGE: {"memory": memory_table(rows)},
-        FORMATS_PAGE: format_tables(rows),
+        MEMORY_PAGE: {"memory": memory_table(rows), "format-speed": speed_table(rows)},
+        FORMATS_NOTE: format_tables(rows),
     }
 
 
@@ -245,9 +324,9 @@ def main() -> None:
     for page, tables in page_tables(rows).items():
         page.write_text(with_tables(page.read_text(), tables))
     if (row := pictured_row(rows)) is not None:
-        PICTURE.write_text(stages_svg(row))
+        PICTURE.write_text(stage_times_svg(row))
     if runs := judged_runs(rows):
-        FRONTIER.write_text(frontier_svg(runs[-1]))
+        FRONTIER.write_text(quality_svg(runs[-1]))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Fills the reference pages while MkDocs builds: the command line from the program, HTTP from its schema."""
+"""Fills pages while MkDocs builds: the command line from the program, HTTP from its schema, tables from README.md."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 
@@ -10,7 +12,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     for mark, lines in (("<!-- commands -->", command_lines), ("<!-- http -->", http_lines)):
         if mark in markdown:
             markdown = markdown.replace(mark, "\n".join(lines()))
-    return markdown
+    return re.sub(r"<!-- readme: (\w+) -->", lambda mark: readme_part(mark[1]), markdown)
 
 
 def table(heads: str, lines: list[list[str]]) -> Iterator[str]:
@@ -88,3 +90,15 @@ def types_of(field: dict[str, Any]) -> Iterator[str]:
         elif one.get("type") != "null":
             bounds = [f"{one[key]:g}" for key in ("minimum", "maximum") if abs(one.get(key, 2**63)) < 2**31]
             yield f"{one.get('type', 'any')}{' ' + ' to '.join(bounds) if len(bounds) == 2 else ''}"
+
+
+# --- parts of README.md
+
+
+def readme_part(name: str) -> str:
+    """Returns the table between the marks of `speed`, or the section whose heading contains the name."""
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    if f"<!-- {name}:begin -->" in text:
+        return text.partition(f"<!-- {name}:begin -->")[2].partition(f"<!-- {name}:end -->")[0]
+    sections = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    return next(body for heading, body in sections.items() if name in heading)

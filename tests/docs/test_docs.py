@@ -7,6 +7,7 @@ import importlib
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,11 @@ import typer.main
 from nextscale.cli import app
 from nextscale.cli.program import SHORT, arranged
 from tests.conftest import PROJECT
+from tests.docs.test_code import OF_OTHERS, python_blocks
 from tests.docs.test_readme import PAGES
 
 PROGRAM: Any = typer.main.get_command(app)
-SHELL = re.compile(r"```(?:bash)?\n(.*?)```", re.DOTALL)
-PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+SHELL = re.compile(r"^```(?:bash)?(?: title=.*?)?\n(.*?)^```", re.DOTALL | re.MULTILINE)
 CALL = re.compile(r"""(?<![\w./-])nextscale (?=[a-z])((?:[^`;&|#"']|"[^"]*"|'[^']*')*)""")  # up to a comment or the end of the command
 HISTORY = "CHANGELOG.md"  # shows commands as they were
 
@@ -91,7 +92,9 @@ def test_programs_are_there(page: Path) -> None:
 @by_page
 def test_names_in_code_are_there(page: Path) -> None:
     """Code is read, not run: what it imports of the package, and what it takes from it by name."""
-    for code in PYTHON.findall(page.read_text()) if page.name != HISTORY else ():
+    for title, code in python_blocks(page) if page.name != HISTORY else ():
+        if title in OF_OTHERS:
+            continue
         for node in ast.walk(ast.parse(code)):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "nextscale":
                 module = importlib.import_module(node.module)
@@ -103,26 +106,45 @@ def test_names_in_code_are_there(page: Path) -> None:
 @by_page
 def test_links_lead_to_headings(page: Path) -> None:
     for target, heading in re.findall(r"\]\(([^)#]*)#([^)]*)\)", page.read_text()):
-        if not target.startswith("https://"):
-            headings = re.findall(r"^#+ (.*)$", (page.parent / target if target else page).read_text(), re.MULTILINE)
+        text = "" if target.startswith("https://") else (page.parent / target if target else page).read_text()
+        if text and f"::: {heading}\n" not in text:
+            headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
             assert heading in {re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings}, (
                 f"{page.name}: {target}#{heading}"
             )
 
 
-def test_the_architecture_names_every_room() -> None:
-    page = next(page for page in PAGES if page.name == "architecture.md").read_text()
-    rooms = page.partition("## Rooms")[2].partition("## Layers")[0]
+def test_the_architecture_names_every_module() -> None:
+    modules = (PROJECT / "ARCHITECTURE.md").read_text().partition("## Modules")[2].partition("## Layers")[0]
     package = PROJECT / "nextscale"
     names = {
         f"{path.name}/" if path.is_dir() else path.name
         for path in package.iterdir()
         if path.suffix == ".py" or (path / "__init__.py").exists()
     }
-    missing = sorted(name for name in names if not name.startswith("__") and f"`{name}" not in rooms)
-    assert not missing, f"docs/extend/architecture.md, Rooms: add {', '.join(missing)}"
+    missing = sorted(name for name in names if not name.startswith("__") and f"`{name}" not in modules)
+    assert not missing, f"ARCHITECTURE.md, Modules: add {', '.join(missing)}"
 
 
+def test_environment_variables_are_listed() -> None:
+    page = (PROJECT / "docs" / "reference" / "environment.md").read_text()
+    used = {
+        name
+        for folder in ("nextscale", "research")
+        for file in (PROJECT / folder).rglob("*.py")
+        for name in re.findall(r"\"(NEXTSCALE_[A-Z]+)\"", file.read_text(encoding="utf-8"))
+    }
+    assert used and {name for name in used if f"`{name}`" not in page} == set()
+
+
+def test_errors_are_listed() -> None:
+    from nextscale import errors
+
+    page = (PROJECT / "docs" / "reference" / "errors.md").read_text()
+    assert {name for name in vars(errors) if name[0].isupper() and f"`{name}`" not in page and f".{name}`" not in page} == set()
+
+
+@cache
 def defined() -> dict[str, set[str]]:
     """Returns the names of all classes and modules' constants of the packages, each with its members."""
     found: dict[str, set[str]] = {}
@@ -136,9 +158,9 @@ def defined() -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["architecture", "method", "backbone"])
+@pytest.mark.parametrize("name", ["ARCHITECTURE", "docs/extend/method", "docs/extend/backbone", "docs/reference/glossary"])
 def test_files_and_classes_of_the_extension_pages_are_there(name: str) -> None:
-    text = re.sub(r"```.*?```", "", (PROJECT / "docs" / "extend" / f"{name}.md").read_text(), flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", (PROJECT / f"{name}.md").read_text(), flags=re.DOTALL)
     known = defined()
     for span in re.findall(r"`([^`\n]+)`", text):
         if re.fullmatch(r"[\w/]+(\.py|/)", span) and "NAME" not in span:

@@ -8,19 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cells import with_tables
+from benchmarks.cells import shown_method, with_tables
+from benchmarks.pictures import quality_svg, stage_times_svg
 from benchmarks.results import RESULTS
-from benchmarks.speed_tables import SUMMARY_METHODS, pictured_row, stages_svg
+from benchmarks.speed_tables import SUMMARY_METHODS, pictured_row
 from benchmarks.tables import FRONTIER, PICTURE, PROJECT, README, TUNED, judged_runs, page_tables
 from nextscale import MODELS
 from nextscale.eval.results import read_rows
 from nextscale.methods import method_names
 from nextscale.profiles import Profile
-from nextscale_research.quality.frontier import frontier_svg
 
 PAGES = [
     README,
     PROJECT / "CHANGELOG.md",
+    PROJECT / "ARCHITECTURE.md",
     PROJECT / "training" / "README.md",
     *(PROJECT / "docs").rglob("*.md"),
     *(PROJECT / "research").glob("*.md"),
@@ -36,15 +37,15 @@ def test_tables_and_pictures_are_the_generated_ones() -> None:
         assert all(tables.values()), f"{page.name}: a table has no rows"
         assert page.read_text() == with_tables(page.read_text(), tables), f"{page.name}: run python -m benchmarks.tables"
     pictured = pictured_row(rows)
-    assert FRONTIER.read_text() == frontier_svg(judged_runs(rows)[-1]), "run python -m benchmarks.tables"
-    assert pictured is not None and PICTURE.read_text() == stages_svg(pictured), "run python -m benchmarks.tables"
+    assert FRONTIER.read_text() == quality_svg(judged_runs(rows)[-1]), "run python -m benchmarks.tables"
+    assert pictured is not None and PICTURE.read_text() == stage_times_svg(pictured), "run python -m benchmarks.tables"
 
 
 def test_the_readme_is_short_and_shows_every_method_beside_plain_skipping() -> None:
     page = README.read_text()
     assert len(page.splitlines()) <= LONGEST_README
     for name in SUMMARY_METHODS:
-        assert f"\n| {name} |" in page, f"{name} has no row"
+        assert f"\n| {shown_method(name)} |" in page, f"{name} has no row"
 
 
 def test_what_the_readme_says_of_quality_is_what_was_measured() -> None:
@@ -72,7 +73,7 @@ def between(line: list[tuple[float, float]], place: float) -> float:
 def test_every_model_and_method_is_listed() -> None:
     """Names share a prefix within a row: `infinity-2b` `-8b`."""
     listed = set()
-    others = (README.parent / "docs" / "methods" / "index.md").read_text().partition("## The other methods of the papers' tables")[2]
+    others = (README.parent / "docs" / "methods" / "others.md").read_text().partition("## Plug-ins")[2]
     for row in re.findall(r"^\| (`[^`,]+`(?: `[^`]+`)*) \|", README.read_text() + others, re.MULTILINE):
         names = re.findall(r"`([^`]+)`", row)
         family = names[0].partition("-")[0]
@@ -82,5 +83,5 @@ def test_every_model_and_method_is_listed() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(PROJECT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name}: {target}"

@@ -417,7 +417,7 @@ def test_images_of_a_folder_above_stay_inside_the_export(tmp_path: Path, monkeyp
 
 
 def test_the_page_has_the_table() -> None:
-    assert suite_table() in (PROJECT / "docs" / "guides" / "evaluate.md").read_text()
+    assert suite_table() in (PROJECT / "research" / "README.md").read_text()
 
 
 # --- the papers' tables
