@@ -416,5 +416,5 @@ def test_encoding_is_the_same_alone_and_in_a_batch(family: str) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 3, 8, 6), (3, 8, 8), (1, 1, 8, 8), (1, 3, 16, 16)])
 def test_images_of_another_size_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(SizeError, match=r"\[B, 3, 8, 8\]; got"):
+    with pytest.raises(SizeError, match=r"\[B, 3, 8, 8\].*got"):
         tiny.shared_pipeline("var").tokenizer.encode(torch.zeros(shape), Schedule(tiny.VAR_SIDES))

@@ -31,7 +31,7 @@ from nextscale.stage import Schedule
 from nextscale.text import TextFeatures
 from nextscale.tokenizers import InfinityTokenizer
 
-from .forcing import BlockParts, ForcedPass, forced_pyramid
+from .forcing import ForcedPass, forced_block, forced_pyramid
 from .lora_data import Bucket, Captioned, encoded, split
 from .run import Budget, Run, memory_errors
 
@@ -40,8 +40,7 @@ BETAS, LONGEST_GRADIENT = (0.9, 0.97), 5.0
 SAMPLES = 4  # validation images
 KEPT_FLOATS = 34  # of a block's activations per token and channel, without gradient checkpointing
 CHECKPOINT_FROM = 2 * 2**30  # bytes of activations from which blocks are computed twice instead
-RECOMPUTED_FLOATS = 12  # then: inputs of attention and of the parts of a block
-RECOMPUTED = BlockParts(*(partial(checkpoint, part, use_reentrant=False) for part in BlockParts()))
+RECOMPUTED = partial(checkpoint, forced_block, use_reentrant=False)
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ class LoraTrainer:
     def forced_pass(self, schedule: Schedule) -> ForcedPass:
         if schedule not in self._passes:
             dear = self.activations(schedule) > CHECKPOINT_FROM
-            self._passes[schedule] = ForcedPass(self.model, schedule, len(schedule), RECOMPUTED if dear else BlockParts())
+            self._passes[schedule] = ForcedPass(self.model, schedule, len(schedule), RECOMPUTED if dear else forced_block)
         return self._passes[schedule]
 
     def activations(self, schedule: Schedule) -> int:
@@ -307,7 +306,7 @@ class LoraTrainer:
         largest = max((bucket.schedule for bucket in buckets), key=lambda schedule: schedule.tokens)
         kept = self.activations(largest)
         if kept > CHECKPOINT_FROM:
-            kept = kept * RECOMPUTED_FLOATS // KEPT_FLOATS
+            kept = kept // KEPT_FLOATS + kept // self.model.config.depth  # inputs of all blocks, and everything of one
         print(
             f"memory: weights {weights / 2**30:.2f} GiB, adapter and optimizer {trained / 2**30:.2f} GiB, "
             f"activations about {kept / 2**30:.2f} GiB at {self.settings.at_once} pictures at once",

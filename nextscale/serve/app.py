@@ -105,7 +105,7 @@ def create_app(service: Service) -> FastAPI:
         asked = f"{request.method} {request.url.path[:80]!r}"
         if error.status_code == 404:
             listed = [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema and "{" not in route.path]
-            error.detail = f"{asked} does not exist. This server has {', '.join(f'{min(one.methods)} {one.path}' for one in listed)}."
+            error.detail = f"{asked} does not exist. This server has {', '.join(f'{min(one.methods or ())} {one.path}' for one in listed)}."
         elif error.status_code == 405:
             error.detail = f"{asked} is not allowed. Use {(error.headers or {}).get('Allow', 'another method')}."
         raise as_api_error(error)  # for the log line of the gate

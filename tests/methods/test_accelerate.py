@@ -188,8 +188,11 @@ def test_several_names_are_one_combined_method() -> None:
     assert type(resolve_method([])) is type(resolve_method(None)) is Method
 
 
-# CoDe needs a second model, auto a profile
-@pytest.mark.parametrize("name", [name for name in method_names() if "alone" not in method_class(name).exclusive])
+# CoDe needs a second model, auto a profile, nearmask an edit
+ALONE = [name for name in method_names() if "alone" not in method_class(name).exclusive and name != "nearmask"]
+
+
+@pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_every_method_runs_on_every_family_by_its_name_alone(family: str, name: str) -> None:
     pipeline = tiny.shared_pipeline(family)
@@ -210,7 +213,7 @@ def test_every_method_runs_on_every_family_by_its_name_alone(family: str, name: 
         assert (output.report.cost_share < 1) == (name not in ("dense", "skip"))
 
 
-@pytest.mark.parametrize("name", [name for name in method_names() if "alone" not in method_class(name).exclusive])
+@pytest.mark.parametrize("name", ALONE)
 @pytest.mark.parametrize("family", tiny.KINDS)
 def test_stages_that_are_given_have_the_mask_that_they_have_when_they_are_generated(family: str, name: str) -> None:
     request: dict[str, Any] = {"seed": 1, "method": name, "compute_mask": True}

@@ -178,8 +178,9 @@ class ApproximatedRows(StudiedGroup):
         return tokens
 
     def own_macs(self, tokens: int, dim: int) -> int:
-        """MACs to put the factors together, in which directions beyond the rank are zeros."""
-        return tokens * min(tokens, dim) * dim
+        """MACs to put the factors together, in which directions beyond the rank are zeros, and of the two products around `eigh`."""
+        least = min(tokens, dim)
+        return tokens * least * dim + 2 * least**2 * max(tokens, dim)
 
     def replaced(self, blocks: Sequence[Block], x: Tensor, tokens: Tokens, ctx: ForwardContext) -> Tensor:
         assert self.alpha is not None
