@@ -118,6 +118,8 @@ class Served:
             if size in ("auto", *budgets):
                 return book.choose(None if size == "auto" else size, request.aspect)
             if found := SIZE.fullmatch(size):
+                if request.aspect is not None:
+                    raise refused("aspect", f"aspect must be left out beside size {size}, which fixes it")
                 return book.choose((int(found[2]), int(found[1])), request.aspect)
             examples = ", ".join([text_of(self.pixels(self.default)), *budgets])
             raise refused("size", f"size must be auto, WIDTHxHEIGHT or a pixel budget, such as {examples}; got {size!r}")

@@ -1,6 +1,7 @@
 """Error objects of OpenAI's API, and the mapping from exceptions to them."""
 
 import math
+import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -103,8 +104,8 @@ def invalid_body(error: ValidationError) -> ApiError:
         case "extra_forbidden":
             return refused(param or "body", f"unknown field {str(param)[:80]!r}. {advice(str(param))}", "unknown_parameter")
         case "json_invalid":
-            return ApiError(400, f"the body is not valid JSON: {found['msg']}", "invalid_json")
-    return ApiError(400, f"{param or 'body'} {found['msg'].replace('Input should', 'must', 1)}", "invalid_value", param)
+            return ApiError(400, f"the body is not valid JSON: {found['msg'].removeprefix('Invalid JSON: ')}", "invalid_json")
+    return ApiError(400, f"{param or 'body'} {re.sub('^(Input|String|List) should', 'must', found['msg'])}", "invalid_value", param)
 
 
 def advice(field: str) -> str:

@@ -14,7 +14,7 @@ MAX_LIST = 64
 MAX_LORAS = 8
 
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
-Scale = Annotated[float, Field(ge=-1000, le=1000, allow_inf_nan=False)]
+Scale = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 MAX_SIDE = 16384
 MAX_PADDING = 512  # pixels
 

@@ -219,6 +219,7 @@ def test_other_formats(server: Live, form: str, kind: str) -> None:
         ("height", {"width": 128}),
         ("aspect", {"aspect": "40:1"}),
         ("aspect", {"size": SMALL, "aspect": "1:1"}),
+        ("guidance_scale", {"guidance_scale": -5}),
         ("seed", {"seed": -1}),
         ("seed", {"seed": [1, 2]}),
         ("seed", {"n": 2, "seed": 2**63 - 1}),
@@ -254,6 +255,13 @@ def test_what_cannot_be_honoured_is_refused_with_its_field(server: Live, param: 
 )
 def test_unknown_fields_have_a_remedy(server: Live, field: str, remedy: str) -> None:
     assert remedy in server.generate(prompt="a fox", **{field: 3}).error["message"]
+
+
+@pytest.mark.parametrize("fields", [{"prompt": ""}, {"guidance_scale": -5}, {"size": SMALL, "aspect": "1:1"}, {"n": 0}, {"seed": "x"}])
+def test_messages_name_fields_and_show_no_python(server: Live, fields: dict[str, Any]) -> None:
+    answer = server.generate(**{"prompt": "a fox", "model": "nano"} | fields)
+    assert answer.error["message"].startswith(f"{answer.error['param']} must be ") or " must have " in answer.error["message"]
+    assert not any(text in answer.error["message"] for text in ("should", "(128, 128)", "Guidance"))
 
 
 def test_sizes_are_width_and_height_in_errors_too(server: Live) -> None:
