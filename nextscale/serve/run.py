@@ -105,7 +105,7 @@ def serve(content: Content, settings: ServeSettings) -> None:
     if service.error is not None:
         raise service.error
     if not service.close():
-        log.warning("a worker is still running a stage; the process ends without it")
+        log.warning("a thread still loads or runs a model; the process ends without it")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -65,6 +65,7 @@ class Service:
         self.catalogue: Catalogue | None = None
         self._batcher: Batcher | None = None
         self._draining = False
+        self._loading: Thread | None = None
 
     # --- life
 
@@ -78,7 +79,8 @@ class Service:
                 self.error = error
                 failed()
 
-        Thread(target=load, name="nextscale-loading", daemon=True).start()
+        self._loading = Thread(target=load, name="nextscale-loading", daemon=True)
+        self._loading.start()
 
     def open(self) -> None:
         """Loads and warms up the models, then accepts requests."""
@@ -117,9 +119,10 @@ class Service:
         return self._batcher is None or self._batcher.drain(seconds)
 
     def close(self) -> bool:
-        """Fails unfinished requests. Returns True if all workers have ended."""
+        """Fails unfinished requests. Returns True if all threads have ended."""
         self._draining = True
-        return self._batcher is None or self._batcher.close()
+        ended = self._batcher is None or self._batcher.close()
+        return ended and (self._loading is None or not self._loading.is_alive())
 
     @property
     def state(self) -> State:

@@ -24,7 +24,7 @@ import torch
 from nextscale.errors import CheckpointError, OutOfMemory
 from nextscale.serve import compare, generations, run
 from nextscale.serve.run import serve
-from nextscale.serve.service import Content
+from nextscale.serve.service import Content, Service
 from nextscale.serve.settings import ServeSettings
 from tests.helpers.serving import PATH, SECONDS, Answer, Live, Steered, live, wait_until
 from tests.helpers.tiny import shared_pipeline
@@ -331,6 +331,20 @@ def test_what_does_not_finish_in_time_is_given_up_with_an_answer() -> None:
         started.send_signal(signal.SIGTERM)
         assert [answer.result(SECONDS).error["code"] for answer in asked] == ["shutting_down"] * 2
     assert started.wait(SECONDS) == 0
+
+
+def test_a_server_that_still_loads_cannot_end_its_threads() -> None:
+    go = Event()
+
+    def load(name: str, device: str | None) -> Any:
+        assert go.wait(SECONDS)
+        return shared_pipeline("infinity")
+
+    service = Service(Content(("tiny",), (None,), load, {}), ServeSettings())
+    service.start(failed=lambda: None)
+    assert not service.close()  # so that the process is ended with it, instead of aborted
+    go.set()
+    wait_until(service.close)
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_server_with_the_reason() -> None:
