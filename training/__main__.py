@@ -33,6 +33,7 @@ from .lora import LoraTraining, train_lora
 from .lora_data import read_captioned
 from .model import train_model
 from .model_settings import ModelTraining, check_parts, check_training
+from .pack import pack as pack_shards
 from .records import Record, read_records
 from .run import Budget
 from .scenes import Mix, Scenes
@@ -174,6 +175,18 @@ def model(
         start,
         math.inf if stretch is None else 60 * stretch,
     )
+
+
+@app.command()
+def pack(
+    data: Data,
+    out: Annotated[Path, out_option("FILE", "The .tar.gz file to write.")],
+    quality: Annotated[int, typer.Option("--quality", metavar="N", min=1, max=100, help="WebP quality of photographs.")] = 40,
+    force: Force = False,
+) -> None:
+    """Write one small shard of all training pictures for a machine that they have to travel to; gunzip it there."""
+    require_writable([out], force)
+    typer.echo(f"{pack_shards(data, out, quality) / 2**20:.1f} MiB: {out}")
 
 
 @app.command()
