@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 import tarfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -37,7 +38,7 @@ def pack(shards: Sequence[Path], target: Path, quality: int) -> int:
     return target.stat().st_size
 
 
-def members(lines: Sequence[dict[str, object]], contents: dict[str, bytes]) -> Iterable[tuple[str, bytes]]:
+def members(lines: Sequence[Mapping[str, Any]], contents: dict[str, bytes]) -> Iterable[tuple[str, bytes]]:
     yield CAPTIONS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
     yield from contents.items()
 

@@ -107,7 +107,8 @@ def test_the_page_shows_commands_that_are_there(command: list[str]) -> None:
 
 
 def test_the_page_names_all_commands_and_fields() -> None:
-    assert {command[0] for command in COMMANDS} == set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    assert {command[0] for command in COMMANDS} == commands - {"lora"}  # which has docs/guides/lora.md
     rows = " ".join(re.findall(r"^\| (`.*?) \| (?:required|optional)", PAGE, re.MULTILINE))
     assert set(re.findall(r"`(\w+)`", rows)) == set(Record.__dataclass_fields__)
 
