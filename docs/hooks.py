@@ -101,4 +101,4 @@ def readme_part(name: str) -> str:
     if f"<!-- {name}:begin -->" in text:
         return text.partition(f"<!-- {name}:begin -->")[2].partition(f"<!-- {name}:end -->")[0]
     sections = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
-    return next(body for heading, body in sections.items() if name in heading)
+    return next(body for heading, body in sections.items() if name in heading.lower())

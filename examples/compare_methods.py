@@ -11,7 +11,7 @@ settings = {"seed": 7, "size": 128, "compute_mask": True}
 dense = pipe(prompts, **settings)
 for name in ("dense", "skip:last=1", "sparsevar:metric=logits,tau=0.9", "fastvar", "stagevar"):
     out = pipe(prompts, method=name, **settings)
-    change = (out.pixels - dense.pixels).abs().mean().item() / 2  # pixels lie between -1 and 1
+    change = (out.pixels - dense.pixels).abs().mean().item() / 2  # pixels are between -1 and 1
     print(f"{out.report.method:40} {out.report.seconds:6.2f} s   MACs {out.report.cost_share:4.0%}   mean change {change:.1%}")
 
     label = name.partition(":")[0]

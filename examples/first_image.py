@@ -1,4 +1,4 @@
-"""The first image: load a model, give it a prompt, save what it returns.
+"""The first image: load a model, give it a prompt, save the image.
 
 python examples/first_image.py [PROMPT]
 """

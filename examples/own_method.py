@@ -10,7 +10,7 @@ from nextscale.models import NextScaleModel
 
 @dataclass(frozen=True)
 class Thrifty(Method):
-    """Skips the last stages, and runs some before them on the conditional rows alone, that is without guidance."""
+    """Skips the last stages, and runs some before them on the conditional rows only, without guidance."""
 
     last: int = 1
     unguided: int = 3

@@ -1,4 +1,4 @@
-"""What a request would cost, before any weights are there: MACs and memory of a large model, dense and with methods."""
+"""Predicts the cost of a request without any weights: MACs and memory of a large model, dense and with methods."""
 
 import torch
 

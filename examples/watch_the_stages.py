@@ -7,7 +7,7 @@ pipe = nextscale.load("nano")
 
 def show(preview: nextscale.Preview) -> None:
     stage = preview.done.stage
-    image = preview.images()[0]  # decodes what has been generated so far
+    image = preview.images()[0]  # decodes the image so far
     image.save(f"stage{stage.index:02}.png")
     print(f"stage {stage.index}: {stage.height}x{stage.width} tokens, {sum(image.convert('L').histogram()[:32])} dark pixels")
 

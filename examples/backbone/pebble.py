@@ -40,7 +40,7 @@ class Pebble(NextScaleModel):
     def __init__(self, config: PebbleConfig):
         super().__init__()
         self.config, self.block_config, self.levels = config, config.block, config.levels
-        self.class_embed = nn.Embedding(config.classes + 1, config.dim)  # the last row stands for "no class"
+        self.class_embed = nn.Embedding(config.classes + 1, config.dim)  # the last row means "no class"
         self.level_embed = nn.Embedding(config.levels, config.dim)
         self.place_embed = nn.Linear(2, config.dim)
         self.word_embed = nn.Linear(config.channels, config.dim)
