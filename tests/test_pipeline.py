@@ -783,7 +783,7 @@ def test_a_request_that_cannot_fit_is_refused_before_it_starts(family: str, monk
     drawn(family)
     monkeypatch.setattr("nextscale.engine.memory.free_memory", lambda device, captured: need - 1)
     monkeypatch.setattr(type(pipeline.model), "prompt_inputs", lambda *arguments: pytest.fail("the request was started"))
-    with pytest.raises(OutOfMemory, match=r"GiB are free\. 3 image\(s\) of Schedule.*generate fewer images"):
+    with pytest.raises(OutOfMemory, match=r"GiB are free\. 3 image\(s\) of Schedule.*Generate fewer images"):
         drawn(family)
 
 
@@ -808,7 +808,7 @@ def test_running_out_on_the_way_is_explained(error: RuntimeError, part: str) -> 
         raise error
 
     getattr(pipeline, owner).get_submodule(path).register_forward_pre_hook(fail)
-    with pytest.raises(OutOfMemory, match=r"memory ran out\. 2 image\(s\) of Schedule.*smaller dtype") as caught:
+    with pytest.raises(OutOfMemory, match=r"out of memory\. 2 image\(s\) of Schedule.*smaller dtype") as caught:
         pipeline([1, 2], seed=5)
     assert caught.value.__cause__ is error
 

@@ -1,4 +1,4 @@
-"""Executors of requests: eager, or CUDA graphs that were captured before."""
+"""Executors of requests: eager, or by replaying CUDA graphs."""
 
 from .captures import Captures, WarmUp
 from .executor import EagerExecutor, Engine, Executor, Generated

@@ -1,4 +1,4 @@
-"""What differs from request to request, at fixed addresses: a captured graph reads it there, and every replay puts its own there."""
+"""Inputs of captured requests at fixed addresses: graphs read them there, and every replay overwrites them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ..sampling import ImageRng, NoiseKind, Rng, Streams
 # --- prompts
 
 TEXT_BUCKETS = (128, 512)
-"""Prompts are padded to one of these, so that few captures serve all of them. Attention reads a prompt up to its length, so that room
-costs the products that make its keys and values and little else."""
+"""Prompts are padded to one of these lengths, so that few captures serve all prompts. Attention reads only up to a prompt's length; padding
+mainly costs the projection to keys and values."""
 
 
 def text_bucket(tokens: int) -> int:
-    """Room for prompts of this length; 0 where there is no text."""
+    """Returns the padded length for prompts of this length; 0 without text."""
     return next((room for room in TEXT_BUCKETS if room >= tokens), masked_length(tokens)) if tokens else 0
 
 
 class StaticInputs:
-    """A copy of what the prompts of a batch give, in which others can take their place; their texts may have up to `room` tokens.
+    """Copy of the inputs of a batch that `load` overwrites; texts may have up to `room` tokens.
 
-    Fewer prompts are padded: the last one of each cfg branch is repeated.
+    If a request has fewer prompts, the last one of each CFG branch is repeated.
     """
 
     @torch.inference_mode()
@@ -50,18 +50,18 @@ class StaticInputs:
         if text is not None and buffer is not None and buffer.counts is not None:
             text = padded_texts(text, buffer.counts.shape[0], self._batch)
             if max(text.lengths) > buffer.room:
-                raise ValueError(f"a text of {max(text.lengths)} tokens where there is room for {buffer.room}")
+                raise ValueError(f"a text must have at most {buffer.room} tokens for this capture; got {max(text.lengths)}.")
             starts = range(0, buffer.rows.shape[0], buffer.room)
             targets += [buffer.rows.narrow(0, start, length) for start, length in zip(starts, text.lengths, strict=True)]
             fresh += text.rows.split(text.lengths)
-            buffer.rows.zero_()  # else another request's NaN would stay behind the texts, and zero times NaN is NaN
+            buffer.rows.zero_()  # padding must be finite: NaN of an earlier request would spread, because 0 * NaN is NaN
             lengths = torch.tensor(text.lengths, dtype=torch.int32, pin_memory=buffer.counts.is_cuda)
             buffer.counts.copy_(lengths, non_blocking=True)
         torch._foreach_copy_(targets, fresh)
 
 
 def padded_order(entries: int, expected: int, batch: int) -> list[int]:
-    """Which of `entries`, one per image and cfg branch, stand in a batch of more images, which has `expected` of them."""
+    """Returns the indices that pad `entries`, one per image and CFG branch, to `expected` entries of a larger batch."""
     images = entries // (expected // batch)
     return [start + min(image, images - 1) for start in range(0, entries, images) for image in range(batch)]
 
@@ -71,7 +71,7 @@ def padded_rows(rows: Tensor, expected: int, batch: int) -> Tensor:
 
 
 def padded_texts(text: TextInputs, expected: int, batch: int) -> TextInputs:
-    if len(text.lengths) == expected:  # also where a single text is that of all images
+    if len(text.lengths) == expected:  # also if all images share one text
         return text
     each = text.rows.split(text.lengths)
     order = padded_order(len(each), expected, batch)
@@ -88,16 +88,16 @@ class NoiseBuffer:
 
 
 class StaticRng(Streams):
-    """Remembers which noise a request asks for, in order. A second run of the same request gets the same buffers again."""
+    """Random number streams that record the buffers that a request uses, in order. Later runs of the request get the same buffers."""
 
     def __init__(self) -> None:
         self._buffers: list[NoiseBuffer] = []
         self._next = 0
-        self._ends: list[int] = []  # how many buffers the request has used when each stage ends
+        self._ends: list[int] = []  # number of buffers used at the end of each stage
 
     @property
     def position(self) -> int:
-        """How many buffers the request has used so far."""
+        """Number of buffers used so far."""
         return self._next
 
     def rewind(self, position: int = 0) -> None:
@@ -107,8 +107,8 @@ class StaticRng(Streams):
         self._ends.append(self._next)
 
     def share_memory(self) -> None:
-        """Between the stages that have ended, each of which is to be refilled before it runs. Codes of 4096 kinds take as many numbers
-        per token: 152 MB for all stages of an image of 1024 x 1024 pixels, of which the last stage has 67."""
+        """Lets all stages share the memory of the largest one, since each is refilled before it runs. With a codebook of 4096 codes, an
+        image of 1024 x 1024 pixels needs 152 MB of noise for all stages, and 67 MB for the last one."""
         stages = [self._buffers[start:end] for start, end in pairwise([0, *self._ends])]
         size = max((sum(buffer.numbers.numel() for buffer in stage) for stage in stages), default=0)
         if not size:
@@ -118,10 +118,10 @@ class StaticRng(Streams):
 
     @torch.inference_mode()
     def refill(self, rng: Rng, stage: int | None = None, images: int | None = None) -> None:
-        """Writes the noise that a request with this `rng` would get: that of one stage, or all.
+        """Fills the buffers of one stage, or of all, with the noise that a request with this `rng` would draw.
 
-        images: how many of the batch the request has, None for all. The others repeat the last one, so that they need no more tokens
-        than it does.
+        images: number of images of the request if it is smaller than the batch. Padding repeats the noise of the last image, so that it
+            does not need more tokens than that image.
         """
         start, end = (0, len(self._buffers)) if stage is None else (self._ends[stage - 1] if stage else 0, self._ends[stage])
         for buffer in self._buffers[start:end]:
@@ -136,13 +136,11 @@ class StaticRng(Streams):
     def draw(self, kind: NoiseKind, shape: Sequence[int], device: torch.device) -> Tensor:
         if self._next == len(self._buffers):
             if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(f"{kind} {list(shape)} is asked for in the capture and was not in the runs before it")
+                raise RuntimeError(f"noise of the capture must be drawn in the runs before it; got {kind} {list(shape)}.")
             self._buffers.append(NoiseBuffer(kind, torch.full(tuple(shape), 0.5, device=device)))
         known = self._buffers[self._next]
         if known.kind != kind or known.numbers.shape != torch.Size(shape):
-            raise RuntimeError(
-                f"a request asked for {known.kind} {list(known.numbers.shape)} at first and for {kind} {list(shape)} the second time"
-            )
+            raise RuntimeError(f"noise must be {known.kind} {list(known.numbers.shape)} as in the first run; got {kind} {list(shape)}.")
         self._next += 1
         return known.numbers
 
@@ -157,7 +155,7 @@ def rewind(rngs: Sequence[StaticRng], to: Sequence[int]) -> None:
 
 
 def _placed(stage: Sequence[NoiseBuffer], shared: Tensor) -> Iterator[NoiseBuffer]:
-    """The same buffers one after the other in `shared`."""
+    """Yields the same buffers as consecutive views of `shared`."""
     start = 0
     for buffer in stage:
         end = start + buffer.numbers.numel()

@@ -1,8 +1,7 @@
-"""The captured graphs of a pipeline: which request can use which, when capturing pays, and what they may keep.
+"""Captured requests of a pipeline: lookup, the decision to capture, and the memory budget.
 
-A request is captured when it comes for the second time, or at once when the caller says so, and where one that differs from it only in
-having shorter prompts, or images that keep fewer tokens, has been captured already. Until then it is replayed in a larger captured batch,
-where that is faster, or run eagerly.
+A request is captured when its kind occurs for the second time, when the caller requests it, or when a capture exists that differs only by
+shorter prompts or fewer kept tokens. Before that, it is replayed in a captured larger batch if that is faster, or runs eagerly.
 """
 
 from __future__ import annotations
@@ -32,108 +31,107 @@ from .replay import ReplayExecutor
 
 log = logging.getLogger(__name__)
 
-SHARE = 0.4  # of the device's memory, which captures may keep unless the caller says otherwise
-REMEMBERED = 1024  # kinds of requests, whether captured or not
+SHARE = 0.4  # default budget, relative to the device's memory
+MAX_HISTORY = 1024  # kinds of requests, captured or not
 HOST_SECONDS = 1e-3
-"""What the host takes to launch one block of one stage: 439 ms were measured on an H200 for 32 blocks and 13 stages."""
+"""Host time for launching one block of one stage; measured: 439 ms for 32 blocks and 13 stages on an H200."""
 
 
 @dataclass(frozen=True)
 class CaptureKey:
-    """What a capture is made for; a request with the same one can use it."""
+    """Properties of a request that a capture depends on; requests with equal keys share a capture."""
 
     schedule: Schedule
     batch: int
     guidance: Hashable
     sampling: Sampling
     method: Method
-    text: int  # room for this number of text tokens
-    prefix_codes: tuple[int, ...] = ()  # dimensions of the codes of each given stage: code numbers [B, N] or mixtures [B, N, Z]
+    text: int  # padded text length in tokens
+    prefix_codes: tuple[int, ...] = ()  # dimensions of each given stage's codes: code numbers [B, N] or mixtures [B, N, Z]
     edits: bool = False  # the canvas keeps an image outside a mask
 
     @classmethod
     def of(cls, request: Request, reads_text: bool) -> CaptureKey:
-        """`reads_text`: attention has keys for the text, of which there may be more or fewer."""
+        """Returns the key of a request. `reads_text`: the model has cross-attention to the text."""
         text = text_bucket(request.text_tokens) if reads_text else 0
         prefix = tuple(codes.ndim for codes in request.prefix_codes)
         edits = request.edit is not None
         return cls(request.schedule, request.batch, request.guidance.key, request.sampling, request.method, text, prefix, edits)
 
     def serves(self, other: CaptureKey) -> bool:
-        """Returns True if a capture for this one can run the other, of shorter prompts or fewer images."""
+        """Returns True if a capture with this key can run requests with the other key, of shorter prompts or fewer images."""
         enough = self.text >= other.text and self.batch >= other.batch
         return enough and replace(self, text=other.text, batch=other.batch) == other
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What a capture cost."""
+    """Cost of a capture."""
 
     seconds: float
     graphs: int
-    bytes: int  # that it keeps
+    bytes: int  # memory that it keeps
 
 
 @dataclass(eq=False)
-class Kept:
-    """A capture that can be used."""
+class CaptureEntry:
+    """A capture with its measured costs."""
 
     request: CapturedRequest
     replay_seconds: float
-    held: int  # bytes that are its own, which go back to the pool when it leaves
+    held: int  # bytes that only this capture uses, which return to the pool when it is removed
 
 
 @dataclass(eq=False)
 class History:
-    """What is known of one kind of request."""
+    """Statistics of one kind of request."""
 
-    requests: int = 0  # since its capture left, if it had one
-    needed: int = 2  # requests after which it is captured; twice as many each time that its capture had to leave
-    refused: bool = False  # a capture did not fit, or failed
+    requests: int = 0  # since its capture was removed, if it had one
+    needed: int = 2  # requests before it is captured; doubled whenever its capture is evicted
+    refused: bool = False  # a capture failed or did not fit
 
 
 class Captures:
-    """All captures of a pipeline, the least recently used first.
+    """All captures of a pipeline, least recently used first.
 
-    They share one pool of memory, since only one is replayed at a time: `bytes` of the device, of which each capture holds a little for
-    itself and the rest is scratch for whichever is replayed. When the pool outgrows its budget the least recently used captures leave.
-    What they held goes back to the pool, where the next capture takes it; the device gets memory back only when the last one has left
-    and the pool goes with it. Where a capture is too large beside the scratch of others, all of them leave, and it is made again in a
-    pool of its own; if it is too large even then, such requests run eagerly, which is said once.
+    They share one memory pool, because only one is replayed at a time. Each capture owns a small part of it, and the rest is scratch
+    memory. When the pool exceeds its budget, the least recently used captures are removed, and later captures reuse their memory. The pool
+    is freed when the last capture is removed. If a capture does not fit next to the scratch memory of others, all others are removed and it
+    is captured again in a new pool. If it does not fit even then, such requests run eagerly, which is logged once.
 
-    Callers take their turns on the device: see `turns`.
+    Access to the device is serialized by `device_lock`.
     """
 
     def __init__(self, model: NextScaleModel, tokenizer: Tokenizer, tables: ScheduleTables, budget: int | None = None) -> None:
-        """`budget`: bytes of the device that captures may keep; None is a share of its memory."""
+        """`budget`: bytes of device memory for captures; by default a share of the device's memory."""
         self._model, self._tokenizer, self._tables, self._budget = model, tokenizer, tables, budget
-        self._captures: dict[CaptureKey, Kept] = {}
+        self._captures: dict[CaptureKey, CaptureEntry] = {}
         self._history: dict[CaptureKey, History] = {}
         self._pool: GraphPool | None = None
         self._made_in_pool = 0
-        self._scratch = 0  # bytes of the pool that no capture holds for itself
-        self._places = WeightPointers(model, tokenizer)
+        self._scratch = 0  # bytes of the pool that no single capture owns
+        self._pointers = WeightPointers(model, tokenizer)
         self._weights: tuple[int, ...] = ()
-        self.bytes = 0  # that the pool and all that captures hold take of the device
+        self.bytes = 0  # of device memory used by the pool and all captures
 
     def __len__(self) -> int:
         return len(self._captures)
 
     @property
     def graphs(self) -> int:
-        return sum(kept.request.graphs for kept in self._captures.values())
+        return sum(entry.request.graphs for entry in self._captures.values())
 
     @property
     def budget(self) -> int:
         return self._budget if self._budget is not None else int(SHARE * DeviceMemory.total(self._model.device))
 
     def replay(self, request: Request, at_once: bool = False) -> ReplayExecutor | None:
-        """What runs this request from captured graphs; None where it has to run eagerly. Captures it if that pays, or at once."""
+        """Returns an executor that replays graphs for this request, after capturing it if needed; None if it must run eagerly."""
         if obstacle(self._model.device, request) is not None:
             return None
         self._forget_if_weights_moved()
         key = self._key(request)
-        history = self._remembered(key)
+        history = self._history_of(key)
         history.requests += 1
         used = self._with_room(key)
         pays = at_once or history.requests >= history.needed or bool(self._with_less_room(key))
@@ -143,11 +141,11 @@ class Captures:
             used = self._larger_batch(key, request)
         if used is None:
             return None
-        self._captures[used] = self._captures.pop(used)  # the most recently used is the last to leave
+        self._captures[used] = self._captures.pop(used)  # marks it as most recently used
         return ReplayExecutor(self._captures[used].request, request.batch)
 
     def capture(self, request: Request) -> WarmUp:
-        """Captures requests like this one, unless that has been done."""
+        """Captures requests of this kind unless a capture exists."""
         self._forget_if_weights_moved()
         key = self._key(request)
         if self._with_room(key) is not None:
@@ -155,70 +153,69 @@ class Captures:
         return self._capture(key, request)
 
     def clear(self) -> None:
-        """Forgets all captures and what it knows of requests; the device gets its memory back."""
+        """Removes all captures and statistics, and frees their memory."""
         with device_lock(self._model.device).held():
             self._captures.clear()
             self._history.clear()
             self._drop_pool()
 
     def decode_with(self, tokenizer: Tokenizer) -> None:
-        """Later captures decode with this tokenizer; those that decode with another are forgotten."""
+        """Sets the tokenizer of later captures; removes captures that decode with another one."""
         if tokenizer is not self._tokenizer:
             self.clear()
             self._tokenizer = tokenizer
-            self._places = WeightPointers(self._model, tokenizer)
+            self._pointers = WeightPointers(self._model, tokenizer)
 
-    # --- which capture
+    # --- lookup
 
     def _key(self, request: Request) -> CaptureKey:
         return CaptureKey.of(request, self._model.block_config.text is not None)
 
     def _with_room(self, key: CaptureKey) -> CaptureKey | None:
-        """The capture with the least room for text that is enough."""
+        """Returns the capture with the shortest sufficient text length."""
         if key in self._captures:
             return key
         enough = [known for known in self._captures if known.batch == key.batch and known.serves(key)]
         return min(enough, key=lambda known: known.text, default=None)
 
     def _larger_batch(self, key: CaptureKey, request: Request) -> CaptureKey | None:
-        """A capture of more images, where replaying it is faster than running this request eagerly.
+        """Returns a capture of a larger batch if replaying it is faster than the host's time for eager launches.
 
-        That takes at least what the host needs to launch every block of every stage. The padding repeats the last image, for which
-        every image needs its own random numbers.
+        Padding repeats the last image, so every image needs its own random numbers.
         """
         if request.seeds is None:
             return None
         host = HOST_SECONDS * len(self._model.blocks) * sum(not plan.skip for plan in request.plans)
-        faster = [known for known, kept in self._captures.items() if known.serves(key) and kept.replay_seconds <= host]
+        faster = [known for known, entry in self._captures.items() if known.serves(key) and entry.replay_seconds <= host]
         return min(faster, key=lambda known: (known.batch, known.text), default=None)
 
-    # --- when to capture
+    # --- decision
 
-    def _remembered(self, key: CaptureKey) -> History:
-        """What is known of this kind of request, which is the last to be forgotten now."""
+    def _history_of(self, key: CaptureKey) -> History:
+        """Returns the statistics of this kind of request and marks them as most recently used."""
         self._history[key] = self._history.pop(key, History())
-        if len(self._history) > REMEMBERED:
+        if len(self._history) > MAX_HISTORY:
             del self._history[next(iter(self._history))]
         return self._history[key]
 
     def _with_less_room(self, key: CaptureKey) -> list[CaptureKey]:
-        """Captures whose only fault is that a text of this request is longer, or that its images keep more tokens."""
+        """Returns captures that would serve this key if their texts or token counts were larger."""
         return [known for known in self._captures if known != key and known.batch == key.batch and key.serves(known)]
 
     def _try(self, key: CaptureKey, request: Request, history: History) -> bool:
-        """Captures the request; returns False, logs it once and does not try again if that fails: the request may still run eagerly."""
+        """Captures the request. If that fails, logs it once, returns False and does not try again: the request may still run eagerly."""
         try:
             self._capture(key, request)
         except Exception as error:
             history.refused = True
-            log.warning("%s run eagerly from now on: they could not be captured (%s)", described(request), str(error).partition("\n")[0])
+            log.warning("%s will run eagerly because they could not be captured: %s", described(request), str(error).partition("\n")[0])
             return False
         return True
 
     # --- capturing
 
     def _capture(self, key: CaptureKey, request: Request) -> WarmUp:
-        """OutOfMemory where it would not fit the budget by itself."""
+        """Captures a request. Raises OutOfMemory if it exceeds the budget without other captures."""
         known = reserved_bytes(self._model, request.schedule, request.plans, request.batch, request.rows, request.text_tokens)
         if known > self.budget:
             raise self._too_large(request, known)
@@ -234,7 +231,7 @@ class Captures:
             self._remove(key)
             raise self._too_large(request, needed)
         for smaller in self._with_less_room(key):
-            self._remove(smaller)  # whatever it served is served by this one
+            self._remove(smaller)  # the new capture serves the same requests
         cost = replace(cost, seconds=time.perf_counter() - begun)
         log.info("captured %s: %.1f s, %d graphs, %.2f GB", described(request), cost.seconds, cost.graphs, cost.bytes / 1e9)
         return cost
@@ -244,7 +241,7 @@ class Captures:
         pool = self._pool = self._pool or GraphPool.fresh(device)
         earlier = pool.begun
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # so that what is reserved afterwards is what the capture keeps
+        torch.cuda.empty_cache()  # so that the increase of reserved memory is the size of the capture
         begun, before = time.perf_counter(), DeviceMemory.now(device)
         try:
             with torch.inference_mode(), expandable_segments():
@@ -255,27 +252,27 @@ class Captures:
             after, seconds = DeviceMemory.now(device), time.perf_counter() - begun
             replayed = replay_seconds(captured, request, device)
         except BaseException:
-            if pool.begun > earlier:  # torch cannot capture into this pool and stream after a failure: drop the pool and all its captures
+            if pool.begun > earlier:  # after a failed capture torch cannot use this pool and stream again
                 self._captures.clear()
                 self._drop_pool()
             raise
         grown, held = after.reserved - before.reserved, after.allocated - before.allocated
-        self._captures[key] = Kept(captured, replayed, held)
+        self._captures[key] = CaptureEntry(captured, replayed, held)
         self._made_in_pool += 1
         self.bytes += grown
-        if grown > 0:  # nothing in the pool was free, so that what no capture holds is scratch
-            self._scratch = self.bytes - sum(kept.held for kept in self._captures.values())
+        if grown > 0:  # the pool had no free memory, so everything that captures do not own is scratch
+            self._scratch = self.bytes - sum(entry.held for entry in self._captures.values())
         return WarmUp(seconds, captured.graphs, grown)
 
     @property
     def _needed(self) -> int:
-        """Bytes that the pool would have without what captures have left in it."""
-        return self._scratch + sum(kept.held for kept in self._captures.values())
+        """Bytes that the pool would use without memory of removed captures."""
+        return self._scratch + sum(entry.held for entry in self._captures.values())
 
     def _displace(self, key: CaptureKey) -> None:
         self._remove(key)
-        history = self._remembered(key)
-        history.requests, history.needed = 0, 2 * history.needed  # else kinds that displace one another are captured again and again
+        history = self._history_of(key)
+        history.requests, history.needed = 0, 2 * history.needed  # prevents kinds that evict each other from being captured again and again
 
     def _remove(self, key: CaptureKey) -> None:
         del self._captures[key]
@@ -287,16 +284,16 @@ class Captures:
 
     def _too_large(self, request: Request, needed: int) -> OutOfMemory:
         return OutOfMemory(
-            f"graphs of {described(request)} keep {needed / 2**30:.2f} GiB, and graph_memory allows {self.budget / 2**30:.2f}: give more"
-            " (Pipeline(..., graph_memory=bytes)), or generate fewer or smaller images at a time"
+            f"graph_memory must be at least {needed / 2**30:.2f} GiB for {described(request)}; got {self.budget / 2**30:.2f} GiB."
+            " Increase it with Pipeline(..., graph_memory=bytes), or generate fewer or smaller images at a time."
         )
 
     # --- weights
 
     def _forget_if_weights_moved(self) -> None:
-        addresses = self._places.now()
+        addresses = self._pointers.now()
         if addresses != self._weights and self._captures:
-            log.warning("the weights have moved, to another device or type: graphs that were captured before are forgotten")
+            log.warning("weights moved to another device or dtype; existing CUDA graphs are dropped")
         if addresses != self._weights and (self._captures or self._history):
             self.clear()
         self._weights = addresses
@@ -307,17 +304,17 @@ def graphs_run_on(device: torch.device) -> bool:
 
 
 def obstacle(device: torch.device, request: Request) -> str | None:
-    """Why such requests cannot be captured; None where they can."""
+    """Returns the reason why this request cannot be captured, or None."""
     if not graphs_run_on(device):
-        return f"graphs are captured on a GPU; this model is on {device}: use engine='eager' there"
+        return f"CUDA graphs need a GPU, and the model is on {device}. Use engine='eager'."
     if request.compute_mask or request.revise is not None:
-        return "compute_mask and revise need the host between stages and cannot be captured: leave them out of warmup"
+        return "compute_mask and revise need the host between stages and cannot be captured. Leave them out of warmup."
     if request.rng is request.method_rng and request.method.data_dependent and request.sampling.refine is not None:
-        return "one generator for image and method is used in an order that depends on the image: give whole numbers as seeds"
+        return "seeds must be ints to capture this request, because the order of random numbers depends on the image."
     if not request.method.capturable:
-        return f"{request.method.label} reads from the device between stages and cannot be captured: calls with it run eagerly"
+        return f"{request.method.label} reads from the device between stages and cannot be captured. Its calls run eagerly."
     if not is_hashable(request.method):
-        return f"{request.method.label} has no hash by which its graphs could be found again: make it a frozen dataclass"
+        return f"{request.method.label} must be hashable to be captured. Make it a frozen dataclass."
     return None
 
 
@@ -327,7 +324,7 @@ def described(request: Request) -> str:
 
 @torch.inference_mode()
 def replay_seconds(captured: CapturedRequest, request: Request, device: torch.device) -> float:
-    """Seconds of the second replay: the first one still moves the graphs to the device."""
+    """Returns the duration of the second replay, because the first one uploads the graphs to the device."""
     seconds = 0.0
     for _ in range(2):
         numbers = ImageRng(range(request.batch), device)

@@ -1,4 +1,4 @@
-"""The interface between a pipeline and what runs its requests, and the eager executor."""
+"""The executor interface, and the eager executor."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ Engine = Literal["graphs", "eager"]
 class Generated(NamedTuple):
     """Results of a request, which later requests may overwrite."""
 
-    latent: Tensor  # [B, Z, H, W], what is decoded
+    latent: Tensor  # [B, Z, H, W]
     pixels: Tensor  # [B, 3, H, W], or [B, 3, 0, 0] without decoding
-    finite: Mapping[int, Tensor]  # by stage that ran: whether all its numbers are finite
-    text_tokens: int  # that attention reads, padding included
+    finite: Mapping[int, Tensor]  # for each stage that ran: [] bool, all of its values are finite
+    text_tokens: int  # read by attention, including padding
 
 
 class Executor(Protocol):
-    """Runs requests."""
+    """Interface for running requests."""
 
     @property
     def engine(self) -> Engine: ...
 
     @property
     def captured_batch(self) -> int | None:
-        """Images of the captured graph that is replayed, of which the request may need fewer; None: nothing is replayed."""
+        """Batch size of the replayed graphs, which may exceed the request's; None in eager mode."""
         ...
 
     def run(self, request: Request, timer: Timer, watch: Callable[[StageOutput], None], decode: bool) -> Generated:
-        """Runs all stages; `watch` sees each one when it has been launched."""
+        """Runs all stages; `watch` is called with each stage after its launch."""
         ...
 
 
@@ -53,11 +53,11 @@ MAX_TABLES = 8  # 5 MB each for images of 1024 x 1024 pixels
 
 
 class ScheduleTables:
-    """What a model makes of a schedule, kept for the last few of them."""
+    """Cache of a model's tables for recent schedules."""
 
     def __init__(self, model: NextScaleModel) -> None:
         self._model = model
-        self._tables: dict[tuple[Schedule, torch.device], Any] = {}  # the last one used is the last to go
+        self._tables: dict[tuple[Schedule, torch.device], Any] = {}  # least recently used first
         self._lock = Lock()
 
     def __len__(self) -> int:
@@ -74,13 +74,13 @@ class ScheduleTables:
 
 
 class EagerExecutor:
-    """Launches a request kernel by kernel."""
+    """Runs a request with eager kernel launches."""
 
     engine: ClassVar[Engine] = "eager"
     captured_batch: ClassVar[int | None] = None
 
     def __init__(self, model: NextScaleModel, tokenizer: Tokenizer, tables: Any) -> None:
-        """tables: what the model makes of the request's schedule."""
+        """tables: of the model, for the request's schedule."""
         self._model, self._tokenizer, self._tables = model, tokenizer, tables
 
     def run(self, request: Request, timer: Timer, watch: Callable[[StageOutput], None], decode: bool) -> Generated:
@@ -92,7 +92,7 @@ class EagerExecutor:
         state = begin(self._model, cond, canvas, request, timer)
         for stage in request.schedule:
             counts = count_tokens(state, request, stage)
-            known = None if counts is None else tuple(counts.tolist())  # the only thing that the host reads in a stage
+            known = None if counts is None else tuple(counts.tolist())  # the only device-to-host copy of a stage
             kept = None if known is None else TokenCounts(min(known), max(known), sum(known))
             done, good = run_stage(self._model, request, state, stage, kept)
             if good is not None:
@@ -118,11 +118,11 @@ def text_length(inputs: PromptInputs) -> int:
 
 def checked_engine(engine: Engine | None) -> Engine | None:
     if engine is not None and engine not in get_args(Engine):
-        raise SettingError(f"engine {engine!r}: choose one of {', '.join(get_args(Engine))}")
+        raise SettingError(f"engine must be one of {', '.join(get_args(Engine))}; got {engine!r}.")
     return engine
 
 
 def checked_memory(graph_memory: int | None) -> int | None:
     if graph_memory is not None and (isinstance(graph_memory, bool) or not isinstance(graph_memory, int) or graph_memory <= 0):
-        raise SettingError(f"graph_memory {graph_memory!r}: give a whole number of bytes; engine='eager' captures nothing")
+        raise SettingError(f"graph_memory must be a positive int (bytes); got {graph_memory!r}. engine='eager' captures nothing.")
     return graph_memory

@@ -1,7 +1,7 @@
-"""Requests as CUDA graphs: the condition, every stage and the decoder are captured once, so that the host only says which comes next.
+"""Capture of a request as CUDA graphs: one for the condition, one or more per stage, and one for the decoder.
 
-A capture fixes everything that decides shapes and launches: schedule, batch, guidance, sampling, method, room for the text. What differs
-from request to request lies at fixed addresses: what the prompts give and the random numbers.
+A capture fixes everything that determines shapes and launches: schedule, batch, guidance, sampling, method and padded text length. Inputs
+that differ between requests, prompts and random numbers, are stored at fixed addresses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WARM_UPS = 2  # runs before the capture
 
 
 class SilentTimer(Timer):
-    """Times nothing: events inside a capture would become part of it."""
+    """A timer without events, which would become part of a graph during capture."""
 
     def start(self, what: str, stage: int = 0) -> None: ...
 
@@ -40,7 +40,7 @@ class SilentTimer(Timer):
 
 
 class Launches(TorchDispatchMode):
-    """Counts what is run inside."""
+    """Counts the operators that run inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,12 +52,12 @@ class Launches(TorchDispatchMode):
 
 
 class CapturedRequest:
-    """One request as graphs. Its outputs are overwritten by the next replay."""
+    """One request as CUDA graphs. Each replay overwrites its outputs."""
 
     def __init__(
         self, model: NextScaleModel, tokenizer: Tokenizer, request: Request, inputs: PromptInputs, tables: Any, room: int, pool: GraphPool
     ) -> None:
-        """`inputs`: what the request's prompts give. `tables`: what the model makes of the schedule. `room`: tokens of a text."""
+        """`inputs`: from the request's prompts. `tables`: of the model, for the schedule. `room`: padded text length."""
         self.model, self._tokenizer, self._tables, self._pool = model, tokenizer, tables, pool
         self.batch = request.batch
         self.inputs = StaticInputs(inputs, request.batch, room)
@@ -67,7 +67,7 @@ class CapturedRequest:
         self.image_inputs = self._request.image_inputs
         self._warm_up()
         self.condition_graph = torch.cuda.CUDAGraph()
-        self.canvas = self._new_canvas()  # what a replay shows
+        self.canvas = self._new_canvas()  # shown by replays
         self.stages = [stage.on(self.canvas) for stage in self._capture()]
         self.decode_graph = torch.cuda.CUDAGraph()
         with pool.capturing(self.decode_graph):
@@ -75,7 +75,7 @@ class CapturedRequest:
 
     @property
     def graphs(self) -> int:
-        """How many there are: those of the stages, of the condition and of the decoder."""
+        """Number of graphs of the condition, the stages and the decoder."""
         return 2 + sum(stage.count for stage in self.stages)
 
     def _new_canvas(self) -> Canvas:
@@ -89,7 +89,7 @@ class CapturedRequest:
         return begin(self.model, cond, canvas, self._request, SilentTimer(self.model.device))
 
     def _warm_up(self) -> None:
-        """Libraries allocate their workspaces and kernels are compiled, neither of which can be captured."""
+        """Runs the request before capture, so that libraries allocate workspaces and kernels are compiled, which graphs cannot do."""
         request, stream = self._request, self._pool.stream
         current = torch.cuda.current_stream(self.model.device)
         stream.wait_stream(current)
@@ -98,21 +98,21 @@ class CapturedRequest:
                 state = self._begin(self._condition(), self._new_canvas())
                 for stage in request.schedule:
                     counts, _, _ = self._run_stage(stage, state)
-                    if counts is not None:  # as it is captured, whatever this image needs: all cells ask for and launch more
+                    if counts is not None:  # the largest bucket, as in the capture: it may need more noise and launches than this image
                         run_stage(self.model, request, state, stage, next(iter(self._buckets(stage).values())))
                     for rng in () if number else self._rngs:
                         rng.end_stage()
                 if not number:
-                    self.rng.share_memory()  # not the noise of a method, which it may keep
+                    self.rng.share_memory()  # not for method_rng, whose noise a method may keep
                 self._tokenizer.decode(state.canvas.latent)
         current.wait_stream(stream)
-        torch.cuda.empty_cache()  # else what the runs have left, 6 GB for infinity-2b, is held beside the pool
+        torch.cuda.empty_cache()  # frees memory of the runs, 6 GB for infinity-2b, which the pool cannot use
 
     def _capture(self) -> list[StageVariants]:
         canvas = self._new_canvas()
-        self._empty = copy.copy(canvas)  # its tensors are not from the pool, and read at every replay
-        # The condition, keys, values and what methods remember lie in the pool. Nothing keeps them when all stages are captured, so that
-        # the decoder and the next capture can use the memory: a request has no use for what another has left there.
+        self._empty = copy.copy(canvas)  # keeps tensors alive that are not in the pool and are read by every replay
+        # The condition, the KV cache and the state of methods are in the pool. No references to them remain after the stages are captured,
+        # so the decoder and later captures reuse their memory.
         with self._pool.capturing(self.condition_graph):
             cond = self._condition()
         state: StageState | None = None
@@ -126,10 +126,9 @@ class CapturedRequest:
                 continue
             graph = torch.cuda.CUDAGraph()
             with self._pool.capturing(graph):
-                if state is None:  # in the first stage's graph: methods may ask for noise before it
-                    state = self._begin(
-                        cond.copy(), canvas
-                    )  # rows that a method drops leave the copy, and no later stage takes their memory
+                if state is None:  # inside the first graph, because methods may draw noise here
+                    # A copy, so that the memory of rows that a method drops is not reused by later stages.
+                    state = self._begin(cond.copy(), canvas)
                 counts, done, finite = self._run_stage(stage, state)
             if counts is not None:
                 variants, state = self._capture_buckets(stage, state, TokenCounter(graph, counts), forks)
@@ -142,7 +141,7 @@ class CapturedRequest:
         return captured
 
     def _launches_nothing(self, stage: Stage, state: StageState) -> bool:
-        """Returns True if the stage is skipped, the canvas stays as it is and the method looks at nothing: its graph would be empty."""
+        """Returns True if a stage is skipped without changing the canvas or calling the method, so that its graph would be empty."""
         if not self._request.plans[stage.index].skip:
             return False
         fork, begun = state.fork(), positions(self._rngs)
@@ -152,11 +151,11 @@ class CapturedRequest:
         return launches.count == 0
 
     def _run_stage(self, stage: Stage, state: StageState) -> tuple[Tensor | None, StageOutput | None, Tensor | None]:
-        """Returns None and what `run_stage` does; or the tokens [B] of each image alone, where they depend on the image."""
+        """Runs a stage; returns None and its results. If its token count depends on the image, returns only the counts, [B]."""
         planned = self._request.plans[stage.index]
         counts = count_tokens(state, self._request, stage)
         if counts is not None and not planned.skip:
-            state.ctx.keep(planned.cfg_branches)  # here and not in the variants of the stage, whose caches have to share their memory
+            state.ctx.keep(planned.cfg_branches)  # before the variants fork, so that their caches share memory
             return counts, None, None
         return None, *run_stage(self.model, self._request, state, stage, None)
 
@@ -166,7 +165,7 @@ class CapturedRequest:
     def _capture_buckets(
         self, stage: Stage, state: StageState, counter: TokenCounter, forks: list[StageState]
     ) -> tuple[StageVariants, StageState]:
-        """The stage with every bucket size, and the state that all of them leave. `forks` must live until all stages are captured."""
+        """Captures a stage for every bucket size; returns the variants and their common final state. `forks` keeps states alive."""
         variants: dict[int, StageGraph] = {}
         first, all_finite = state, None
         begun = positions(self._rngs)
@@ -189,7 +188,7 @@ class CapturedRequest:
 
 
 def with_codes_of(first: StageOutput, done: StageOutput) -> StageOutput:
-    """`done` with its codes moved to where another variant has its own, where they fit: mixtures of 4096 codes take 16 KiB a cell."""
+    """Moves codes to the memory of another variant if shapes agree: mixtures of 4096 codes take 16 KiB per cell."""
     pairs = {"codes": (first.codes, done.codes), "ids": (first.ids, done.ids)}
     moved: dict[str, Any] = {}
     for name, (target, source) in pairs.items():

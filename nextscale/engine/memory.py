@@ -1,4 +1,4 @@
-"""Memory of a device and of captured graphs: what there is, segments that grow, the pool of graphs, and where weights lie."""
+"""Memory of a device and of CUDA graphs: sizes, expandable segments, the graph pool, and addresses of weights."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a GPU that this process has."""
+    """Memory of this process on a GPU, in bytes."""
 
     reserved: int
-    allocated: int  # of these: by tensors that are alive
+    allocated: int  # by live tensors, included in `reserved`
 
     @classmethod
     def now(cls, device: torch.device) -> DeviceMemory:
@@ -41,48 +41,48 @@ class DeviceMemory(NamedTuple):
 
 def memory_advice(device: torch.device, planned: int, request: Request) -> str:
     return (
-        f"{request.batch} image(s) of {request.schedule} on {device} need {planned / 2**30:.2f} GiB for keys and values"
-        " besides weights and activations: generate fewer images at a time, a smaller size, or in a smaller dtype"
+        f"{request.batch} image(s) of {request.schedule} on {device} need {planned / 2**30:.2f} GiB for the KV cache, besides weights and"
+        " activations. Generate fewer images at a time, use a smaller size or a smaller dtype."
     )
 
 
 def require_room(device: torch.device, planned: int, request: Request, captured: int) -> None:
-    """Refuses a request whose known need is larger than what is free. `captured`: bytes that captured graphs keep for themselves."""
+    """Raises OutOfMemory if a request needs more memory than is free. `captured`: bytes that CUDA graphs keep."""
     free = free_memory(device, captured)
     if free is not None and planned > free:
-        raise OutOfMemory(f"{free / 2**30:.2f} GiB are free. {memory_advice(device, planned, request)}")
+        raise OutOfMemory(f"only {free / 2**30:.2f} GiB are free. {memory_advice(device, planned, request)}")
 
 
 @contextmanager
 def memory_errors(device: torch.device, planned: Callable[[], int], request: Request) -> Iterator[None]:
-    """Explains running out of memory on the way."""
+    """Converts out-of-memory errors to OutOfMemory with advice."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
-            raise OutOfMemory(f"memory ran out. {memory_advice(device, planned(), request)}") from error
+            raise OutOfMemory(f"out of memory. {memory_advice(device, planned(), request)}") from error
         raise
 
 
-# --- segments that grow
+# --- expandable segments
 #
-# A segment of torch's allocator has a fixed size by default, and what the pool of a capture has taken for the stages does not fit the
-# decoder. Segments that grow are cut anew for whatever comes next. What the pool of a capture reserves for infinity-2b, 1024 x 1024
-# pixels, one guided image, in bfloat16 on an H200 with torch 2.11:
-#     dense     6.2 GB with fixed segments, 4.06 with growing ones
+# Segments of torch's allocator have a fixed size by default, and the decoder cannot use those that the stages have allocated in the pool.
+# Expandable segments are reused for any size. Reserved memory of the pool for infinity-2b, one image of 1024 x 1024 pixels with CFG in
+# bfloat16, on an H200 with torch 2.11:
+#     dense     6.2 GB with fixed segments, 4.06 GB with expandable ones
 #     StageVAR  3.6                         1.53
 #     FastVAR   4.0                         1.81
 
 OPTION = "expandable_segments"
 _SETTINGS_LOCK = RLock()
-VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # newer versions of torch read both, the first one first
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # newer versions of torch read both, in this order
 
 
 @contextmanager
 def expandable_segments() -> Iterator[None]:
-    """Allocates what is made inside in segments that grow. Settings of the user stay.
+    """Allocates with expandable segments inside the `with` block, unless the user has configured them.
 
-    The settings belong to the whole process, so that threads with other GPUs wait.
+    The setting is global to the process, so other threads wait.
     """
     with _SETTINGS_LOCK:
         choose, before = allocator_setter(), allocator_settings()
@@ -94,11 +94,11 @@ def expandable_segments() -> Iterator[None]:
             yield
         finally:
             choose(f"{OPTION}:False")
-            choose(before)  # older versions of torch forget what is not named again
+            choose(before)  # older versions of torch reset settings that are not repeated
 
 
 def allocator_settings() -> str:
-    """As they were given, in the environment or since."""
+    """Returns the allocator settings of the environment, or later ones."""
     current = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if current is not None:
         return current()
@@ -107,11 +107,11 @@ def allocator_settings() -> str:
 
 @cache
 def allocator_setter() -> Callable[[str], None] | None:
-    """Torch has no public name for it. None, and said once, where segments cannot grow."""
-    # torch.cuda.memory's own is deprecated where the first one exists.
+    """Returns torch's private function for allocator settings, or None, with one warning, without expandable segments."""
+    # torch.cuda.memory's function is deprecated in versions that have the first one.
     setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None) or getattr(torch.cuda.memory, "_set_allocator_settings", None)
     if setter is None or sys.platform != "linux" or torch.version.hip is not None:
-        log.warning("captures take more memory here: torch %s has no expandable segments on %s", torch.__version__, sys.platform)
+        log.warning("torch %s has no expandable segments on %s: captures need more memory", torch.__version__, sys.platform)
         return None
     return setter
 
@@ -121,11 +121,11 @@ def allocator_setter() -> Callable[[str], None] | None:
 
 @dataclass(eq=False)
 class GraphPool:
-    """Where captures lie. They share memory where they share both, since only one is replayed at a time."""
+    """Memory pool and stream of all captures, which share memory because only one is replayed at a time."""
 
-    handle: Any  # torch names no public type
-    stream: torch.cuda.Stream  # torch shares a pool's memory within a stream
-    begun: int = 0  # captures that have begun, failed ones included
+    handle: Any  # torch has no public type for it
+    stream: torch.cuda.Stream  # torch shares a pool's memory within one stream
+    begun: int = 0  # number of captures, including failed ones
 
     @classmethod
     def fresh(cls, device: torch.device) -> GraphPool:
@@ -133,7 +133,7 @@ class GraphPool:
 
     @contextmanager
     def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """What is launched inside becomes the graph. Other threads may allocate meanwhile: theirs is no part of it."""
+        """Captures the launches inside into the graph. Allocations of other threads are not affected."""
         self.begun += 1
         try:
             with torch.cuda.graph(graph, pool=self.handle, stream=self.stream, capture_error_mode="thread_local"):
@@ -143,10 +143,10 @@ class GraphPool:
             raise
 
     def _close(self) -> None:
-        """Torch leaves the pool of a capture that failed open, and as long as one is open it gives no cached memory back to the device."""
-        close = getattr(torch._C, "_cuda_endAllocateToPool", None)  # which has no public name
+        """Closes the pool after a failed capture. Torch leaves it open, and then does not return cached memory to the device."""
+        close = getattr(torch._C, "_cuda_endAllocateToPool", None)  # has no public name
         if close is not None:
-            with suppress(RuntimeError):  # it was closed
+            with suppress(RuntimeError):  # already closed
                 close(self.stream.device_index, self.handle)
 
 
@@ -154,18 +154,18 @@ class GraphPool:
 
 
 class WeightPointers:
-    """The addresses of all weights and buffers of some modules, asked before every replay: captured graphs read them there.
+    """Addresses of all weights and buffers of some modules, checked before every replay, because CUDA graphs read these addresses.
 
-    Walking through a model takes milliseconds, so what the walk has found is remembered for as long as the tree of modules is the same.
-    The rest is mostly waiting for memory that other work has driven from the caches, so dictionaries are read by `gc.get_referents`, one
-    loop in C over all of them: infinity-2b takes 0.45 ms so, 0.1 when it is in the caches, and 0.9 with the dictionaries' own iterators.
+    Traversing a model takes milliseconds, so the result is cached while the module tree is unchanged. Most of the remaining time is cache
+    misses, so `gc.get_referents` reads all dictionaries in one C loop: 0.45 ms for infinity-2b, 0.1 ms with warm caches, against 0.9 ms
+    with the dictionaries' iterators.
     """
 
     def __init__(self, *roots: nn.Module) -> None:
         self._roots = roots
         self._children: list[dict[str, nn.Module | None]] = []
-        self._known: list[Any] = []  # all children, in order
-        self._tensors: list[dict[str, Any]] = []  # of parameters and buffers
+        self._known: list[Any] = []  # all children in order
+        self._tensors: list[dict[str, Any]] = []  # dictionaries of parameters and buffers
 
     def now(self) -> tuple[int, ...]:
         if not self._tree_is_known():

@@ -1,4 +1,4 @@
-"""Captured graphs, replayed for one request."""
+"""Replay of captured requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .graphs import CapturedRequest
 
 
 class ReplayExecutor:
-    """Replays captured graphs for one request, which may have fewer images than they have: the batch is padded then."""
+    """Replays CUDA graphs for one request. If the request has fewer images than the graphs, the batch is padded."""
 
     engine: ClassVar[Engine] = "graphs"
 
     def __init__(self, captured: CapturedRequest, images: int) -> None:
         self._captured = captured
-        self._images = None if images == captured.batch else images  # None: all of them
+        self._images = None if images == captured.batch else images  # None: no padding
 
     @property
     def captured_batch(self) -> int | None:
@@ -58,13 +58,13 @@ class ReplayExecutor:
 
 
 def first_images(done: StageOutput, images: int, batch: int) -> StageOutput:
-    """What a stage of a padded batch has done for the images that were asked for."""
+    """Returns the output of a stage without the padding images."""
 
     def own(values: Tensor | None) -> Tensor | None:
         return None if values is None else values[:images]
 
     rows, plan, num_tokens, known = done.rows * images // batch, done.plan, done.num_tokens, done.known_counts
-    if plan.packed is not None and known is not None:  # what the others take is not theirs
+    if plan.packed is not None and known is not None:  # subtract tokens of the padding
         packed = plan.packed - sum(known[images:])
         plan, num_tokens = replace(plan, packed=packed), per_row(packed, images)
     return replace(

@@ -1,4 +1,4 @@
-"""The captured graphs of one stage: a single one, or one per number of tokens where that depends on the image."""
+"""CUDA graphs of one stage: one, or one per token count if that depends on the image."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..canvas import Canvas
 from ..generate import StageOutput
 from ..methods.method import TokenCounts
 
-# Shares of the cells for which a data-dependent stage is captured: close together where few tokens are kept and each of them tells, so
-# that padding is a few percent of what is run.
+# Shares of the cells for which a data-dependent stage is captured. They are closer together for small shares, to keep padding at a few
+# percent of the tokens.
 PARTS = 32
 BUCKETS = (*range(PARTS, PARTS // 2, -2), *range(PARTS // 2, 0, -1))
 
 
 def bucket_sizes(cells: int) -> tuple[int, ...]:
-    """The numbers of tokens for which a data-dependent stage is captured, from all cells down."""
+    """Returns the token counts for which a data-dependent stage is captured, in descending order."""
     return tuple(dict.fromkeys(max(1, cells * share // PARTS) for share in BUCKETS))
 
 
 def buckets(cells: int, images: int, packed: bool) -> dict[int, TokenCounts]:
-    """The same by the number that has to be sufficient: the tokens of all images where rows are packed, else those of one."""
+    """Returns the buckets by the count that must suffice: tokens of all images if rows are packed, otherwise of one image."""
     if packed:
         return {size: TokenCounts(0, cells, size) for size in bucket_sizes(images * cells)}
     return {size: TokenCounts(0, size, images * size) for size in bucket_sizes(cells)}
@@ -32,7 +32,7 @@ def buckets(cells: int, images: int, packed: bool) -> dict[int, TokenCounts]:
 
 @dataclass(frozen=True, eq=False)
 class StageGraph:
-    """A stage with one number of tokens: its graph and what it leaves. Most skipped stages launch nothing and have no graph."""
+    """A stage with one token count: its graph and output. Most skipped stages launch nothing and have no graph."""
 
     graph: torch.cuda.CUDAGraph | None
     done: StageOutput
@@ -43,10 +43,10 @@ class StageGraph:
 
 
 class TokenCounter:
-    """Counts the tokens that a data-dependent stage keeps, which the host has to know: a graph computes them, and they are copied."""
+    """Computes the token counts of a data-dependent stage with a graph, and copies them to the host."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, counts: Tensor) -> None:
-        """counts: what the graph leaves, [B] on the device."""
+        """counts: output of the graph, [B] on the device."""
         self._graph, self._counts = graph, counts
         self._on_host = torch.zeros(counts.shape, dtype=counts.dtype, pin_memory=counts.is_cuda)
         self._copied = torch.cuda.Event()
@@ -57,34 +57,34 @@ class TokenCounter:
         self._copied.record(torch.cuda.current_stream(self._counts.device))
 
     def counts(self) -> tuple[int, ...]:
-        """Waits for the counts, not for what was launched after them."""
+        """Returns the counts; waits only for them, not for later launches."""
         self._copied.synchronize()
         return tuple(self._on_host.tolist())
 
 
 @dataclass(frozen=True, eq=False)
 class StageVariants:
-    """A captured stage. Where it is data-dependent, `counter` counts the tokens and there is a graph for every bucket size."""
+    """A captured stage. If it is data-dependent, it has a graph per bucket size and a `counter` of the tokens."""
 
-    graphs: Mapping[int, StageGraph]  # by number of tokens of an image, or of all images where rows are packed, the largest first
-    latent: Tensor  # what the canvas holds afterwards, whichever graph was replayed
+    graphs: Mapping[int, StageGraph]  # by token count of an image, or of all images if rows are packed, in descending order
+    latent: Tensor  # the canvas afterwards, whichever graph ran
     finite: Tensor | None
     counter: TokenCounter | None = None
     packed: bool = False
 
     def smallest_sufficient(self, counts: Sequence[int] | None) -> StageGraph:
-        """`counts`: the tokens of every image, where they are counted."""
+        """Returns the smallest graph for the counts of every image; `counts` is None if the stage is not data-dependent."""
         if counts is None:
             return next(iter(self.graphs.values()))
         needed = sum(counts) if self.packed else max(counts)
         return self.graphs[min(size for size in self.graphs if size >= needed)]
 
     def on(self, canvas: Canvas) -> StageVariants:
-        """The same with this canvas in what it shows."""
+        """Returns the same graphs with outputs that refer to this canvas."""
         shown = {size: StageGraph(known.graph, replace(known.done, canvas=canvas)) for size, known in self.graphs.items()}
         return replace(self, graphs=shown)
 
     @property
     def count(self) -> int:
-        """How many graphs were captured for it."""
+        """Number of captured graphs."""
         return sum(variant.graph is not None for variant in self.graphs.values()) + (self.counter is not None)

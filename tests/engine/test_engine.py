@@ -99,7 +99,7 @@ def test_a_request_that_asks_for_other_noise_the_second_time_is_refused() -> Non
     rng = StaticRng()
     rng.exponential((2, 3), CPU)
     rng.rewind()
-    with pytest.raises(RuntimeError, match=r"asked for exponential \[2, 3\] at first and for uniform \[2, 3\]"):
+    with pytest.raises(RuntimeError, match=r"noise must be exponential \[2, 3\].*got uniform \[2, 3\]"):
         rng.uniform((2, 3), CPU)
 
 
@@ -163,9 +163,9 @@ def test_capturing_without_a_gpu_is_refused() -> None:
     assert pipe.engine == "eager"
     with pytest.raises(SettingError, match="the engine is 'eager'"):
         pipe.warmup(1)
-    with pytest.raises(SettingError, match="captured on a GPU; this model is on cpu"):
+    with pytest.raises(SettingError, match="need a GPU, and the model is on cpu"):
         with_graphs("var").warmup(1)
-    with pytest.raises(SettingError, match="engine 'fast': choose one of graphs, eager"):
+    with pytest.raises(SettingError, match="engine must be .*'fast'"):
         Pipeline(pipe.model, pipe.tokenizer, pipe.reader, pipe.settings, engine="fast")  # type: ignore[arg-type]
 
 
@@ -498,7 +498,7 @@ def test_captures_are_forgotten_when_weights_move(monkeypatch: pytest.MonkeyPatc
     assert pipe(1, seed=1).report.engine == "graphs"
     pipe.model.head.weight.data = pipe.model.head.weight.data.clone()
     assert pipe(1, seed=1).report.engine == "eager"
-    assert "weights have moved" in caplog.text
+    assert "weights moved" in caplog.text
     pipe.warmup(1)
     assert pipe(1, seed=1).report.engine == "graphs"
 

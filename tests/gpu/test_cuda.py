@@ -82,7 +82,7 @@ def test_report_counts_gpu_memory() -> None:
 def test_running_out_of_memory_on_the_way_is_explained() -> None:
     pipe = random_pipeline(SPECS["flexvar"], device="cuda")
     filler = torch.empty(torch.cuda.mem_get_info()[0] - (300 << 20), dtype=torch.uint8, device="cuda")
-    with pytest.raises(OutOfMemory, match="memory ran out.*generate fewer images"):
+    with pytest.raises(OutOfMemory, match="out of memory.*Generate fewer images"):
         pipe(1, seed=0, size=Schedule([1, 320]))
     del filler
     torch.cuda.empty_cache()
