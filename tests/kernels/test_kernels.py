@@ -704,9 +704,8 @@ def test_a_triton_that_cannot_launch_is_not_used(monkeypatch: pytest.MonkeyPatch
     for _ in range(2):
         assert not kernels.usable(torch.device("cuda"))
     kernels.usable.cache_clear()
-    assert [record.getMessage() for record in caplog.records] == [
-        "plain torch runs instead of Triton kernels on cuda, since one could not be launched: Failed to find C compiler"
-    ]
+    (record,) = caplog.records
+    assert "on cuda" in record.getMessage() and "Failed to find C compiler" in record.getMessage()
 
 
 def test_the_package_does_not_need_triton() -> None:

@@ -161,7 +161,7 @@ def test_a_prompt_that_is_refused_leaves_nothing_behind(random_nano: Path, tmp_p
     ]
     result = run_cli(*arguments)
     assert result.exit_code == 2
-    assert "has none of the letters a-z" in result.stderr
+    assert "prompt must use the letters a-z" in result.stderr
     assert not list(tmp_path.rglob("*.png"))
 
 
