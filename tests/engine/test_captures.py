@@ -169,7 +169,7 @@ def test_a_request_that_fails_before_it_is_captured_drops_no_capture(error: type
     with pytest.raises(error, match="not this request"):
         pipe.warmup(1, method=refused)
     (record,) = caplog.records
-    assert "could not be captured (not this request)" in record.getMessage()
+    assert "could not be captured: not this request" in record.getMessage()
     assert len(pipe.captures) == 2 and engines(pipe, 1, [1, 2]) == ["graphs"] * 2
 
 

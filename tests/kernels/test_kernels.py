@@ -148,7 +148,7 @@ def test_attend_lengths_refuses_what_does_not_fit() -> None:
     make = Maker(DEVICE, torch.float16)
     q, keys, lengths = make.normal(2, 3, 2, 16), make.normal(2, 9, 2, 16), torch.ones(2, dtype=torch.int32, device=DEVICE)
     for given in ((q, keys[:1], keys, lengths), (q, keys, keys[:, :8], lengths), (q, keys, keys, lengths[:1])):
-        with pytest.raises(ValueError, match="expected"):
+        with pytest.raises(ValueError, match="must have shape"):
             kernels.attend_lengths(*given, 1.0)
 
 
@@ -237,11 +237,11 @@ def test_norms_refuse_what_does_not_fit() -> None:
     x, scale = make.normal(2, 3, 64), make.rows(2, 64)
     with pytest.raises(RuntimeError, match="expanded size"):
         kernels.norm_modulate(x, make.rows(3, 64), scale)
-    with pytest.raises(ValueError, match="update is \\[2, 4, 64\\]"):
+    with pytest.raises(ValueError, match="update must have shape"):
         kernels.residual_norm_modulate(x, None, make.normal(2, 4, 64), scale, scale)
-    with pytest.raises(ValueError, match="index is"):
+    with pytest.raises(ValueError, match="index must have shape"):
         kernels.norm_modulate(x, scale, scale, torch.zeros(1, 2, dtype=torch.long, device=DEVICE))
-    with pytest.raises(ValueError, match="image is \\[2\\]; expected \\[3\\]"):
+    with pytest.raises(ValueError, match="image must have shape"):
         kernels.norm_modulate(x, scale, scale, image=torch.zeros(2, dtype=torch.long, device=DEVICE))
 
 
