@@ -1,4 +1,4 @@
-"""What the trials of a search say about each knob alone, and how well they predict several together."""
+"""Effects of each knob by itself in the trials of a search, and their prediction of several together."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ class Sensitivities:
             line[:] = sorted(dict(line).items())
         stages = [*found.shares, *(stage for line in (*found.unguided.values(), found.left_out, found.skipped) for stage, _ in line)]
         if not all(0 <= stage < len(found.grids) for stage in stages):
-            raise NextscaleError(f"{log.file} has trials of stages up to {max(stages):g}, and grids of {len(found.grids)}: make it anew")
+            raise NextscaleError(
+                f"{log.file} has trials of stages up to {max(stages):g}, and grids of {len(found.grids)}: run the search again"
+            )
         return found
 
     def _place(self, method: Method, trial: Trial) -> None:

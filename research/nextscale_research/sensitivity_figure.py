@@ -34,7 +34,7 @@ def sensitivity(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The .svg file to write.")] = Path("sensitivity.svg"),
     force: Force = False,
 ) -> None:
-    """Plot what the trials of a search say about each knob."""
+    """Plot the effect of each knob in the trials of a search."""
     require_writable([out], force)
     write_text(sensitivity_svg(Sensitivities.of(TrialLog.read(trials))), out)
     typer.echo(f"wrote {out}")
@@ -87,7 +87,7 @@ def draw_shares(axes: Axes, found: Sensitivities) -> None:
 
 def draw_left_out(axes: Axes, found: Sensitivities) -> None:
     axes.set(title="stages left out")
-    lines = {"all from this one on": found.skipped, "this one alone": found.left_out}
+    lines = {"all from this one on": found.skipped, "only this one": found.left_out}
     draw_lines(axes, ((name, line) for name, line in lines.items() if line))
     name_stages(axes, found, (stage for line in lines.values() for stage, _ in line))
 
@@ -98,7 +98,7 @@ def draw_foresight(axes: Axes, found: Sensitivities) -> None:
         single = stop - first == 1
         axes.plot([first - 0.4, stop - 0.6], [share, share], color=BLUE if single else GRAY, lw=3 if single else 1.2)
     axes.axhline(0.4, color=ORANGE, lw=0.8, ls="--")
-    axes.set(title="change that blocks foresee", xlabel="block (gray: groups; dashed: chance)", ylabel="share of the next stage's")
+    axes.set(title="change predicted by blocks", xlabel="block (gray: groups; dashed: chance)", ylabel="share of the next stage's")
 
 
 def draw_peers(axes: Axes, found: Sensitivities) -> None:

@@ -56,7 +56,7 @@ def test_attend_lists_refuses_what_does_not_fit() -> None:
     q, keys = make.normal(2, 3, 2, 16), make.normal(2, 9, 2, 16)
     lists, counts = torch.zeros(1, 1, 2, 4, dtype=torch.int32, device=DEVICE), torch.ones(1, 1, 2, dtype=torch.int32, device=DEVICE)
     for given in ((keys[:1], keys, lists, counts), (keys, keys, lists[:, :, :1], counts), (keys, keys, lists, counts[:, :, :1])):
-        with pytest.raises(ValueError, match="expected"):
+        with pytest.raises(ValueError, match="must have shape|expected"):
             attend_lists(q, *given, 2, 1.0)
-    with pytest.raises(ValueError, match="side by side"):
+    with pytest.raises(ValueError, match="contiguous"):
         attend_lists(q, keys, keys, lists.mT.contiguous().mT, counts, 2, 1.0)

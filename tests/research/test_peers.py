@@ -216,7 +216,7 @@ def test_in_stages_that_another_method_reduces(peer: str) -> None:
     """Images keep different numbers of tokens. Keys that are found by where they lie cannot be, and it is said so."""
     methods = [KeepShare((0.5, 1.0, 0.7), from_stage=2), PEERS[peer][0]]
     if peer.startswith(("litevar", "sparvar")):
-        with pytest.raises(SettingError, match="finds keys by where they lie"):
+        with pytest.raises(SettingError, match="finds keys by position"):
             generated("infinity", tiny.prompts("infinity", 3), seed=1, method=methods)
         return
     together = generated("infinity", tiny.prompts("infinity", 3), seed=11, greedy=True, method=methods)

@@ -166,7 +166,7 @@ def test_probes_are_stored(tmp_path: Path) -> None:
         assert numbers.tolist() == [0, 1, 2]
     assert [file.name for file in tmp_path.iterdir()] == ["probe.safetensors"]
     (tmp_path / "other").write_text("nothing")
-    with pytest.raises(CheckpointError, match="is no file of probes"):
+    with pytest.raises(CheckpointError, match="must be a file of probes"):
         Agreement.load(tmp_path / "other")
 
 
@@ -316,7 +316,7 @@ def test_quality_trains_probes_and_adds_rows(tmp_path: Path, tiny_model: None) -
     assert dense["style"]["images"] == 3
     assert "frechet_real" not in skip and "Fréchet" not in shown, "three images say nothing about a set"
     assert "in --data and in --prompts" in command(*fixed, "--data", held, "--probe", tmp_path / "new")[1]
-    assert "is no file of probes" in command(*fixed, "--probe", tmp_path / "new")[1]
+    assert "must be a file of probes" in command(*fixed, "--probe", tmp_path / "new")[1]
     assert command(*fixed, "--limit", "1", "--device", "cpu")[0] == 0
     assert len(out.read_text().splitlines()) == 4, "rows are added"
 

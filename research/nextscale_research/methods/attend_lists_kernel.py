@@ -10,7 +10,7 @@ from torch import Tensor
 from nextscale.kernels.attention import LOG2_E, MIN_DOT
 from nextscale.kernels.shapes import power_of_two
 
-from .attend_lists import attend_lists_reference as attend_lists_reference  # apart from here: it runs where there is no Triton
+from .attend_lists import attend_lists_reference as attend_lists_reference  # in its own file: it also runs without Triton
 from .attend_lists import require_lists
 
 QUERIES, KEYS = 64, 64  # that a program takes at a time
@@ -61,12 +61,12 @@ def attend_lists_kernel(
 def attend_lists(q: Tensor, keys: Tensor, values: Tensor, lists: Tensor, counts: Tensor, group: int, scale: float) -> Tensor:
     """q [R, N, H, D] over keys and values [R, T, H, D]: `group` queries after another read the keys that their list names: [R, N, H * D].
 
-    lists: [R or 1, H or 1, groups, M], int32, key numbers, of which the first counts [R or 1, H or 1, groups] are read, 1 at least.
+    lists: [R or 1, H or 1, groups, M], int32, key numbers; the first counts [R or 1, H or 1, groups] are read, at least 1.
     """
     require_lists(q, keys, values, lists, counts, group)
     rows, queries, heads, channels = q.shape
     if any(x.stride(3) != 1 for x in (q, keys, values)) or not lists.is_contiguous() or not counts.is_contiguous():
-        raise ValueError("channels and lists must lie side by side")
+        raise ValueError("channels and lists must be contiguous")
     out = torch.empty(rows, queries, heads * channels, dtype=q.dtype, device=q.device)
     groups, by_head = lists.shape[2], int(lists.shape[1] > 1)
     with torch.cuda.device_of(q):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 REFINED = 2  # last stages that are refined: 8 of 10 are drafted
 PAIRS = {"var-d30": "var-d16", "flexvar-d24": "flexvar-d16", "star-256": "star-256-d16"}
-"""The small model that refines what a large one has drafted. VAR's pair is published, the others are ours. Of Infinity's published sizes
+"""The small model that refines the draft of a large one. VAR's pair is published, the others are ours. Of Infinity's published sizes
 no two share a tokenizer."""
 
 HOTTER, HOT_STAGES = 1.1, 7
@@ -45,7 +45,7 @@ class CoDe(Strategy):
     """The pipeline's own model drafts the first stages; a smaller model reads them in one pass and generates the others.
 
     Both models share the tokenizer and the schedule. The drafter's keys and values, which would be largest at the last stages, are gone
-    before the refiner begins. There is no acceptance test: what is drafted stays. The published pairs are also tuned for their stages;
+    before the refiner begins. Drafted stages are never rejected. The published pairs are also tuned for their stages;
     any two models of a family work without.
 
     The knobs that matter:
@@ -72,14 +72,14 @@ class CoDe(Strategy):
             raise SettingError(f"refiner is the name of a model; got {self.refiner!r}")
 
     def drafted(self, schedule: Schedule) -> int:
-        """How many stages are drafted."""
+        """Returns the number of drafted stages."""
         draft = max(1, len(schedule) - REFINED) if self.draft is None else self.draft
         if draft > len(schedule):
             raise SettingError(f"CoDe: draft {draft} is more than the {len(schedule)} stages of this schedule")
         return draft
 
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
-        """Returns what the drafter does."""
+        """Returns the drafter's plans."""
         draft = self.drafted(schedule)
         return (DENSE,) * draft + (StagePlan(skip=True),) * (len(schedule) - draft)
 
@@ -150,7 +150,7 @@ def smaller_models(name: str) -> tuple[str, ...]:
 
 
 def partner_name(drafter: str, chosen: str | None) -> str:
-    """The refiner that is chosen, or known for this drafter; SettingError if there is none, with one that fits where there is any."""
+    """Returns the given refiner or the known one of this drafter. Raises SettingError if there is none, and names one that fits."""
     name = PAIRS.get(drafter) if chosen is None else chosen
     if name is not None:
         return name
@@ -180,13 +180,13 @@ def require_pair(drafter: Partner, refiner: Partner) -> None:
 
 
 def pair_cost(drafter: NextScaleModel, refiner: NextScaleModel, workload: Workload, draft: int) -> RequestCost:
-    """MACs of both: the refiner also reads what was drafted."""
+    """Returns the MACs of both models; the refiner also reads the drafted stages."""
     plans = SkipStages(len(workload.schedule) - draft).forecast(drafter, workload.schedule, workload.guided)
     return both_costs(request_cost(drafter, workload, plans), request_cost(refiner, replace(workload, given=draft)))
 
 
 def both_costs(first: RequestCost, second: RequestCost) -> RequestCost:
-    """Returns the cost of two models at the same stages. What is said of a row is the mean over all rows."""
+    """Returns the cost of two models at the same stages. Values per row are means over all rows."""
     return RequestCost(tuple(map(both_stages, first.stages, second.stages)))
 
 
@@ -208,7 +208,7 @@ def pair_memory(drafter: NextScaleModel, refiner: NextScaleModel, tokenizer: Tok
 
 
 def pair_report(sketch: Any, final: Any, cost_share: float, draft: int) -> Any:
-    """What both have done. The refiner reads drafted stages together with the first one that it generates, whose time that is."""
+    """Returns the joint report. The refiner reads drafted stages together with the first one that it generates, whose time that is."""
     reading = sum(stage.seconds for stage in final.stages[:draft])
     first = replace(final.stages[draft], seconds=final.stages[draft].seconds + reading)
     return replace(

@@ -1,4 +1,4 @@
-"""Groups of a batch that go on apart: their outputs, reports and previews joined."""
+"""Joins outputs, reports and previews of groups of a batch that were generated separately."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 Group = tuple[Sequence[int], Any]
 """Images of a batch, and the output of the call that went on with them."""
 
-MADE = ("ids", "codes", "residual", "compute_mask")  # what a stage leaves besides the canvas
+MADE = ("ids", "codes", "residual", "compute_mask")  # results of a stage in addition to the canvas
 
 
 def overlaid(whole: Tensor, groups: Sequence[tuple[Sequence[int], Tensor | None]]) -> Tensor:
@@ -119,7 +119,7 @@ def sum_known(values: Sequence[float | None]) -> float | None:
 
 
 class JoinedStages:
-    """Shows each stage once with all images: those of a group are held until the last group has run them."""
+    """Shows each stage once with all images: stages of a group are held until the last group has run them."""
 
     def __init__(self, on_stage: Callable[[Any], None], later: Sequence[Any]) -> None:
         """later: previews of the first call, of the stages that groups run apart."""
@@ -127,7 +127,7 @@ class JoinedStages:
         self._shown = {preview.done.stage.index: (preview, list[tuple[Sequence[int], Any]]()) for preview in later}
 
     def hold(self, images: Sequence[int], last: bool) -> Callable[[Any], None]:
-        """Returns what a group's call takes as `on_stage`. last: it is the last group."""
+        """Returns the `on_stage` of a group's call. last: it is the last group."""
 
         def take(preview: Any) -> None:
             if preview.done.stage.index in self._shown:

@@ -1,4 +1,4 @@
-"""What methods share that attend to a part of the keys: where the keys of each stage lie, and attention to lists of keys."""
+"""Shared parts of methods that attend to some of the keys: positions of each stage's keys, and attention to lists of keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KeyMap(NamedTuple):
 
     @classmethod
     def of(cls, spec: CacheSpec, stage: Stage) -> KeyMap:
-        """What is there when `stage` attends: the stages that have run, and itself."""
+        """Returns the cached stages when `stage` attends: the stages that have run, and itself."""
         ran = [known.stage for known in spec.stages if known.stage <= stage.index]
         return cls(spec.prefix, tuple(spec.schedule[index].size for index in ran))
 
@@ -59,10 +59,10 @@ def attend_listed(q: Tensor, view: CacheView, lists: KeyLists, scale: float) -> 
 
 
 def require_whole(seen: AttentionCall, there: KeyMap, method: str) -> None:
-    """Raises SettingError where another method runs a part of the cells of a stage: keys could not be told by where they lie."""
+    """Raises SettingError where another method runs a part of the cells of a stage: keys could not be found by position."""
     if seen.tokens.index is not None or seen.view.lengths is not None or seen.view.end != there.keys:
         raise SettingError(
-            f"{method} finds keys by where they lie, and another method runs a part of the cells of stage {seen.tokens.stage.index} or of"
+            f"{method} finds keys by position, and another method runs a part of the cells of stage {seen.tokens.stage.index} or of"
             " one before it: choose one of them"
         )
 
@@ -73,5 +73,5 @@ def key_map(schedule: Schedule, stage: Stage, prefix: int) -> KeyMap:
 
 
 def centers(queries: Tensor, side: int, key_side: int) -> Tensor:
-    """Finds where cells of one side lie on another: rounded, half to even, so that some centers can fall off the grid."""
+    """Finds the cells of one side on another: rounded, half to even, so that some centers can fall off the grid."""
     return (queries.double() / side * key_side).round()

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from nextscale.models.base import NextScaleModel
 
 FIRST = 3  # the first stage that attends in bands, and the first whose keys are read so
-SHARED_PAIR = 0.75  # of the products of a guided pair: those of queries and keys are made once, those with the values twice
+SHARED_PAIR = 0.75  # of the products of a guided pair: products of queries and keys are made once, products with values twice
 
 
 @dataclass(frozen=True)
 class LiteVAR(Method):
-    """From stage 3 on a query reads, of every large stage, the keys near its own place in raster order; and the attention of the
-    conditional row is used for the unconditional one too, which has its own values.
+    """Restricts attention: from stage 3 on a query reads, of every large stage, the keys near its own place in raster order.
 
-    Published are one width per block, head and pair of stages, measured on VAR, in files that are not released; here one share of the keys
-    serves them all. Its quantization, which the release simulates, is no part of this. Bands are a mask: what they save is computed by
-    no fast kernel, so that this is for quality; `SparVAR` has the kernel.
+    The attention of the conditional row is used for the unconditional one too, which has its own values. Published are one width per
+    block, head and pair of stages, measured on VAR, in files that are not released; here one share of the keys serves them all. Its
+    quantization, which the release simulates, is not included. Bands are a mask without a fast kernel, so that this measures quality;
+    `SparVAR` has the kernel.
 
     The knobs that matter:
     width: half the width of a band, as a share of the stage's keys. 1 reads all of them.
@@ -136,7 +136,7 @@ def band_width(width: float, keys: int) -> int:
 
 
 def band(queries: int, keys: int, width: int) -> Tensor:
-    """Which keys of a stage lie within `width` of each query's own place, both in raster order: [queries, keys]."""
+    """Marks the keys of a stage within `width` of each query's own place, both in raster order: [queries, keys]."""
     center = torch.arange(queries, dtype=torch.float64) * keys / queries
     return (center[:, None] - torch.arange(keys)).abs() < width
 

@@ -52,7 +52,7 @@ class Destinations:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Replaces tokens by fewer: destinations, each the mean of what was merged into it, and the tokens that were not merged."""
+    """Replaces tokens by fewer: destinations, each the mean of its merged tokens, and the tokens that were not merged."""
 
     tokens: Tokens  # the K tokens that are left, at their own cells
     selection: Tensor  # [R, K], their positions among all N

@@ -33,10 +33,10 @@ Form = Literal["plain", "bsm"]
 class PiToMe(Method):
     """Merges the tokens with the highest energy, pairwise, before a sublayer, and gives all of them its output.
 
-    The energy of a token is the mean over all others of ELU(cosine - margin): high where many are like it. Of the highest, every second
-    one goes to the most similar of the rest of them. Published for classifiers, where merged tokens stay merged; here, as with our ToMe,
-    every block and every row merges anew and each token takes the output of the one it went to. Comparing all tokens with all costs what
-    attention costs.
+    The energy of a token is the mean over all tokens, itself included, of ELU(cosine - margin): high where many are alike. Of the highest,
+    every second one goes to the most similar of the rest of them. Published for classifiers, where merged tokens stay merged; here, as with
+    our ToMe, every block and every row merges its own tokens and each token takes the output of the one it went to. Comparing all tokens
+    with all costs as much as attention.
 
     The knobs that matter:
     ratio: share of the tokens that is merged into others, at most half.
@@ -119,7 +119,7 @@ def merged_by_energy(x: Tensor, tokens: Tokens, ratio: float, margin: float, for
     count = real_counts(tokens, x)
     merged = share_of(count, ratio)[:, None]  # [R, 1]
     rank = energies(cosines, margin, real).argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-    pool = 2 * merged if form == "plain" else count[:, None]  # tokens by rank of which every second one may go
+    pool = 2 * merged if form == "plain" else count[:, None]  # tokens by rank every second one may be merged
     leaving, into = (rank % 2 == 0) & (rank < pool), (rank % 2 == 1) & (rank < pool)
     similarity, target = cosines.masked_fill(~into[:, None], -torch.inf).max(dim=-1)
     if form == "bsm":

@@ -1,4 +1,4 @@
-"""Random numbers of a request that can be had again, for methods that call a pipeline several times."""
+"""Random numbers of a request that can be drawn again, for methods that call a pipeline several times."""
 
 from __future__ import annotations
 

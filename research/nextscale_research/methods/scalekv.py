@@ -40,8 +40,10 @@ PUBLISHED: Mapping[int, Mapping[int, tuple[tuple[int, ...], int, int]]] = {
         11: ((0, 1, 2), 6200, 200),
     },
 }
-"""Drafters, their keys and those of the others, by the number of layers (Infinity 2B and 8B) and by stage: a mean of 650 keys, about 10 %
-of what is cached before the last stage."""
+"""Drafters, their keys and the keys of the others, by the number of layers (Infinity 2B and 8B) and by stage.
+
+The mean is 650 keys, about 10 % of those cached before the last stage.
+"""
 
 CAPACITY = 650
 """Keys up to which nothing is dropped in the first place."""
@@ -56,7 +58,7 @@ class ScaleKV(Method):
 
     Every row and head of a layer keeps the tokens of a window, 16 cells spread over the stage's grid, and those whose keys have the largest
     products with the window's queries. Those queries are without bias, norm, temperature and positions, and scores are max-pooled along the
-    cache, both as in the reference implementation. Nothing else is computed differently: it saves memory and the keys that attention reads.
+    cache, both as in the reference implementation. All else is computed as before: it saves memory and the keys that attention reads.
 
     share: mean share of the keys before the last stage that the layers keep, where no budgets are published. 1 keeps all.
     drafters: layers that keep as much as fits the mean. None is the published choice for Infinity of 32 and 40 layers at its 13 square
@@ -65,7 +67,7 @@ class ScaleKV(Method):
     budgets: {stage index: keys that every layer keeps when the stage has run}, a number or one per layer, in place of share and drafters.
     window: tokens of a stage that are kept whatever they score, and whose queries score the others.
     pooling: width of the max-pooling, an odd number.
-    as_released: does what the reference implementation does, on Infinity alone. Among equal scores, of which pooling makes many, it chooses
+    as_released: the reference implementation, on Infinity only. Among equal scores, which are common after pooling, it chooses
         as torch.topk does (ours takes the first, so that an image is the same in any batch and on any device), and it takes every stage to
         have as many cells as the square one of its number.
     """
@@ -130,7 +132,7 @@ def keys_of_layers(kept: Any) -> tuple[int, ...]:
 
 
 def published_budgets(schedule: Schedule, layers: int) -> dict[int, tuple[int, ...]]:
-    """Returns those of the reference implementation, from the first stage on that leaves more than the mean."""
+    """Returns the budgets of the reference implementation, from the first stage on that leaves more than the mean."""
     table = PUBLISHED[layers]
     first = next((stage.index for stage in schedule if stage.start + stage.cells > CAPACITY), len(schedule))
     if first < min(table):
@@ -144,9 +146,9 @@ def published_budgets(schedule: Schedule, layers: int) -> dict[int, tuple[int, .
 def ruled_budgets(
     schedule: Schedule, layers: int, drafters: Sequence[int], capacity: int, window: int, prefix: int = 0
 ) -> dict[int, tuple[int, ...]]:
-    """Returns budgets by the rule of the published ones: a mean of `capacity` keys, of which drafters take what they can use.
+    """Returns budgets by the rule of the published ones: a mean of `capacity` keys, from which drafters take as many as they can use.
 
-    The first stage that leaves more is the first to be compressed. A drafter's budget is the largest, up to what it would hold if
+    The first stage that leaves more is the first to be compressed. A drafter's budget is the largest, up to the number it would hold if
     nothing but its own budget had cut it before, for which the others' is a whole number. Where few layers share the mean, drafters
     take less, so that the others keep their window.
     """
@@ -179,7 +181,7 @@ class ScaleKVRun(MethodRun):
 
 
 class CompressedLayerCache(LayerCache):
-    """Holds what was kept, in memory of just that size; an override of `attend` calls `keep`.
+    """Holds the kept entries, in memory of just that size; an override of `attend` calls `keep`.
 
     A stage reads what its layer has kept, and its own keys, from the workspace, so that the largest stage takes memory once and not in
     every layer.
@@ -268,7 +270,7 @@ def window_places(tokens: Tokens, shape: Sequence[int], window: int, device: tor
 def released_window(stage: int, cached: int, window: int, device: torch.device) -> Tensor:
     """Returns positions [W] in the cache where the reference implementation looks: the last entries, as the square grid of this stage.
 
-    Where those or the window are no square, or the grid is too small for it, the last W.
+    If those or the window are not square, or the grid is too small for it, the last W.
     """
     cells = min(PUBLISHED_SIDES[stage] ** 2, cached)
     side, across = math.isqrt(cells), math.isqrt(window)
@@ -281,7 +283,7 @@ def released_window(stage: int, cached: int, window: int, device: torch.device) 
 def key_scores(keys: Tensor, queries: Tensor, window: Tensor, pooling: int, lengths: Tensor | None = None) -> Tensor:
     """Returns scores [R, H, T] of keys [R, T, H, D]: products with all queries [R, W, H, D] of the window, pooled; -inf in the window.
 
-    lengths: [R] entries of each row once they differ; what lies beyond scores lower than every key.
+    lengths: [R] entries of each row once they differ; entries beyond score lower than every key.
     """
     product = queries.float().transpose(1, 2) @ keys.float().permute(0, 2, 3, 1) / math.sqrt(keys.shape[-1])  # [R, H, W, T]
     scores = product.sum(dim=2)

@@ -90,14 +90,14 @@ class SkipVAR(Strategy):
 
     The knobs that matter:
     models: the decision models: "0.84", "0.86", "0.88" (published for Infinity-2B; the structural similarity to the dense image that they
-        aim at), "0.84 diff-only", or a file that `python -m nextscale_research calibrate-skipvar` has made. Nothing but a
+        aim at), "0.84 diff-only", or a file that `python -m nextscale_research calibrate-skipvar` has made. Only a
         fit makes them right elsewhere.
     most: at most this number of stages is dropped or runs without guidance. 0 is dense generation.
 
     To tinker with:
     decide_after: the stage after which is decided. None is the published one, 9 of 13; of other schedules the fourth from the end.
     preview: the stage of whose size previews are. None is the published one, 4 of 13, scaled to other schedules.
-    as_released: numbers of stages are counted from 13, and nothing is decided where there are 10 stages or fewer.
+    as_released: numbers of stages are counted from 13, and nothing is decided for 10 stages or fewer.
     """
 
     models: str = "0.84"
@@ -126,13 +126,13 @@ class SkipVAR(Strategy):
     def forecast(self, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
         decide, preview = self.stages(schedule)
         if decide is not None and not 1 <= decide < len(schedule):
-            raise SettingError(f"SkipVAR: decide_after {decide} is no stage from 1 to {len(schedule) - 1} of this schedule")
+            raise SettingError(f"SkipVAR: decide_after must be a stage from 1 to {len(schedule) - 1} of this schedule; got {decide}")
         if preview >= len(schedule):
-            raise SettingError(f"SkipVAR: there is no stage {preview} to preview; this schedule has stages 0 to {len(schedule) - 1}")
+            raise SettingError(f"SkipVAR: preview must be a stage from 0 to {len(schedule) - 1}; got {preview}")
         return (DENSE,) * len(schedule)
 
     def stages(self, schedule: Schedule) -> tuple[int | None, int]:
-        """The stage after which is decided, None if that is no stage, and the one of whose size previews are."""
+        """Returns the stage after which is decided, or None, and the stage whose size previews have."""
         last = len(schedule) - 1
         preview = round(PUBLISHED_PREVIEW * last / (PUBLISHED_STAGES - 1)) if self.preview is None else self.preview
         if self.as_released:
@@ -142,7 +142,7 @@ class SkipVAR(Strategy):
         return (max(1, last - MOST) if self.decide_after is None else self.decide_after), preview
 
     def first_changed(self, schedule: Schedule, stages: int) -> int:
-        """The first of the last `stages` stages, of which those up to the decision have run."""
+        """Returns the first of the last `stages` stages; stages up to the decision have run."""
         if self.as_released:
             return PUBLISHED_STAGES - stages if stages else len(schedule)
         return len(schedule) - min(stages, self.most, len(schedule) - 1 - (self.stages(schedule)[0] or 0))
@@ -211,7 +211,7 @@ class FirstCall:
 
     @torch.inference_mode()
     def groups(self) -> dict[Changes, list[int]]:
-        """Returns the images by what they do after the decision."""
+        """Returns the images by their outcome."""
         small = self.schedule[self.method.stages(self.schedule)[1]]
         old, new = (self.previews[stage] for stage in (self.decide - 1, self.decide))
         features = features_of(*(preview_of(preview.latent, small, preview.canvas) for preview in (old, new)))
@@ -240,7 +240,7 @@ class FirstCall:
         return output
 
     def _changed(self, changes: Changes) -> list[Method]:
-        """Returns what the outcome does to the stages that `beside` plans."""
+        """Returns the changes of the outcome to the stages that `beside` plans."""
         plans = self.beside.forecast(self.pipe.model, self.schedule, self.guided)
         dropped = next((stage for stage, plan in enumerate(plans) if plan.cfg_branches != "both"), len(plans))
         skipping = [SkipStages(len(plans) - changes.skipped)] if changes.skipped < len(plans) else []

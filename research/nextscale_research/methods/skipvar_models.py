@@ -69,12 +69,12 @@ class Decisions(NamedTuple):
         return [*go_on, *(Outcome(number, 0) for number in self.skip.classes if number)]
 
     def __call__(self, features: Tensor) -> list[Outcome]:
-        """What becomes of every image, from features [B, 2]."""
+        """Returns the outcome of every image, from features [B, 2]."""
         return [Outcome(skip, 0 if skip else uncond) for skip, uncond in zip(self.skip(features), self.uncond(features), strict=True)]
 
 
 class Outcome(NamedTuple):
-    """How many of the last stages an image leaves out, and how many it runs without the unconditional branch."""
+    """Numbers of last stages that an image leaves out, or runs without the unconditional branch."""
 
     skipped: int
     unguided: int
@@ -87,7 +87,7 @@ def published_decisions() -> dict[str, Decisions]:
 
 
 def decisions_named(name: str) -> Decisions:
-    """Published ones, or those of a file."""
+    """Returns the published models, or the models of a file."""
     published = published_decisions()
     if name in published:
         return published[name]

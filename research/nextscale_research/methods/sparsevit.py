@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class SparseViT(Method):
     """Ranks the tokens of a late stage once, by the mean size of their channels, and runs all blocks on the highest.
 
-    Published for detectors whose attention stays inside windows, so that nobody misses what does not run, and after fine-tuning with
+    Published for detectors whose attention stays inside windows, so that no other token reads the missing ones, and after fine-tuning with
     random shares. Here tokens that are left out leave no keys either, which global attention does miss: it is the comparison that
     SparseVAR's appendix makes.
 
@@ -84,7 +84,7 @@ class ActiveBlocks(Span):
 
 
 def window_scores(size: Tensor, tokens: Tokens, window: int) -> Tensor:
-    """The size [R, N] of tokens, or that of the window of cells in which each lies: the root of the sum of its squares."""
+    """Returns the norm [R, N] of tokens, or of the window of cells around each: the root of the sum of squares."""
     if window == 1:
         return size
     stage = tokens.stage
@@ -98,6 +98,6 @@ def window_scores(size: Tensor, tokens: Tokens, window: int) -> Tensor:
 
 
 def window_numbers(stage: Stage, window: int, device: torch.device) -> Tensor:
-    """The window in which each cell of a stage lies, [cells], in raster order."""
+    """Returns the window of each cell of a stage, [cells], in raster order."""
     down, across = (torch.arange(side, device=device) // window for side in stage.size)
     return (down[:, None] * -(-stage.width // window) + across).flatten()

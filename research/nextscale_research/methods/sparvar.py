@@ -34,9 +34,10 @@ CHOOSING_LAYERS = 11 / 32
 class SparVAR(Method):
     """Runs all tokens, and lets the attention of the last stages read a part of the keys.
 
-    Later layers read windows: the small stages whole, and of the largest ones what lies around the query's own place. The first third of
+    Later layers read windows: the small stages whole, and of the largest ones the keys around the query's own place. The first third of
     the layers chooses: at the first of these stages, which is computed densely, every 192 queries choose the keys with the largest
-    attention; the later stages read the same keys and rows around their own, and add what the choice had left out there, interpolated.
+    attention; the later stages read the same keys and rows around their own, and add the attention that the choice had left out,
+    interpolated.
 
     The knobs that matter:
     last: how many of the last stages are sparse. Published is 3. 0 is dense generation.
@@ -95,7 +96,7 @@ class SparVAR(Method):
         return run
 
     def window_lists(self, there: KeyMap, schedule: Schedule, device: torch.device) -> KeyLists:
-        """What the queries of the last stage in `there` read of it."""
+        """Keys that the queries of the last stage in `there` read."""
         sides = dict(zip(reversed(schedule.sizes), self.windows, strict=False))
         windows = tuple(-1 if height * width <= self.sinks else sides.get((height, width), 0) for height, width in there.sizes)
         return visible_lists(there, windows, device)
@@ -139,7 +140,9 @@ class SparVARCache(LayerCache):
         self.method, self.chooses, self.windows = method, chooses, windows
         self.first = method.first(spec.schedule)
         self.chosen: KeyLists | None = None
-        self.left_out: tuple[Tensor, tuple[int, int]] | None = None  # [R, cells, C], what the choice left out, and the size of that stage
+        self.left_out: tuple[Tensor, tuple[int, int]] | None = (
+            None  # [R, cells, C], attention that the choice left out, and the size of that stage
+        )
 
     def attend(self, seen: AttentionCall) -> Tensor:
         stage = seen.tokens.stage
@@ -178,9 +181,9 @@ class SparVARCache(LayerCache):
 
 @lru_cache(maxsize=32)  # two requests of 13 stages; megabytes each
 def visible_lists(there: KeyMap, windows: tuple[int, ...], device: torch.device) -> KeyLists:
-    """The keys that the queries of the last stage in `there` read, in blocks of 128: all of a block of which one query sees one key.
+    """Returns the keys that the queries of the last stage in `there` read, in blocks of 128: whole blocks in which any query sees a key.
 
-    windows: the side of the window on each stage's map; 0 is no window, -1 the whole map.
+    windows: the side of the window on each stage's map; 0 for none, -1 for the whole map.
     """
     height, width = there.sizes[-1]
     blocks = []
@@ -195,7 +198,7 @@ def visible_lists(there: KeyMap, windows: tuple[int, ...], device: torch.device)
 
 
 def visible_cells(query: Tensor, sizes: tuple[tuple[int, int], ...], windows: tuple[int, ...]) -> list[Tensor]:
-    """Which cells of each stage any of these queries [N], cells of the last one, sees: [cells] each."""
+    """Marks the cells of each stage that any of these queries [N], cells of the last one, sees: [cells] each."""
     (height, width), found = sizes[-1], []
     for (key_height, key_width), window in zip(sizes, windows, strict=True):
         if window <= 0:
@@ -208,7 +211,7 @@ def visible_cells(query: Tensor, sizes: tuple[tuple[int, int], ...], windows: tu
 
 
 def near(center: Tensor, side: int, window: int) -> Tensor:
-    """Which of the cells along a side lie in the window around each center [N]: [N, side]."""
+    """Marks the cells along a side in the window around each center [N]: [N, side]."""
     return (torch.arange(side) - center[:, None]).abs() <= window // 2
 
 
@@ -241,7 +244,7 @@ def carried(lists: KeyLists, stage: Stage, start: int, rows: int, own: int) -> K
 
 
 def source_groups(group: Tensor, groups: int, earlier: int) -> Tensor:
-    """Which of the `earlier` groups lies where each of these does."""
+    """Returns the `earlier` group at the place of each of these."""
     return ((group.double() + 0.5) / groups * earlier - 0.5).round().long().clamp(0, earlier - 1)
 
 

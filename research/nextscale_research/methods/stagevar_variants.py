@@ -1,4 +1,4 @@
-"""Variants of StageVAR for study: those of its table 2 with singular vectors and least squares, and ranks measured during generation.
+"""Variants of StageVAR for study: its table 2 with singular vectors and least squares, and ranks measured during generation.
 
 They take longer than they save, and the report counts measured ranks as forecast.
 """
@@ -145,7 +145,7 @@ class LeastSquaresRows(StudiedGroup):
 
 
 class SingularRows(StudiedGroup):
-    """Runs the leading singular directions. Their left vectors and those of the previous stage's output restore the tokens.
+    """Runs the leading singular directions. Their left vectors and the left vectors of the previous stage's output restore the tokens.
 
     With a given rank no more directions are computed; the energy rule needs all of the input's.
     """
@@ -206,7 +206,7 @@ SPANS: dict[str, type[StudiedGroup]] = {
 def factors(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns U [R, N, n], Sigma [R, n] and Sigma V^T [R, n, C] of x [R, N, C] (equation 5), largest first, in float32.
 
-    Of x as it is, as in equation 4. An image must not depend on what a decomposition leaves open: the largest entry of every right vector
+    Of x as it is, as in equation 4. An image must not depend on free choices of a decomposition: the largest entry of every right vector
     is made positive, and directions that x does not have, as in a map resized from fewer tokens, are zero.
     """
     x = x.double()
@@ -255,7 +255,7 @@ def signed(u: Tensor, s: Tensor, vt: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def same_direction(u: Tensor, like: Tensor) -> Tensor:
-    """Returns u [R, N, r], with columns that point away from those of `like` turned round."""
+    """Returns u [R, N, r], with columns that point away from the columns of `like` reversed."""
     return torch.where((u * like).sum(dim=1, keepdim=True) < 0, -u, u)
 
 

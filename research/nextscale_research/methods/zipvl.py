@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ZipVL(Method):
-    """In late stages every layer keeps the tokens that receive most attention from a few probe queries, and attends among those alone.
+    """Attention among the tokens that receive most attention from a few probe queries, chosen by every layer in late stages.
 
     The others add no keys, and attention adds nothing to them but its bias; feed-forward and attention to the text run on all tokens. No
-    code is published. What its paper leaves open is ours: probes lie at equal distances, heads are averaged, tokens of the stage compete
-    with each other and not with those of earlier stages.
+    code is published. Choices that its paper leaves open are ours: probes are equally spaced, heads are averaged, tokens of the stage
+    compete with each other and not with earlier stages.
 
     The knobs that matter:
     ratio: share of the tokens that is left out.
@@ -138,7 +138,7 @@ class ZipVLCache(LayerCache):
 
 
 def own_places(view: CacheView, new: int, device: torch.device) -> Tensor:
-    """Finds where the newest `new` entries of every row lie in the cache, [R or 1, new]."""
+    """Finds the newest `new` entries of every row in the cache, [R or 1, new]."""
     start = view.start if isinstance(view.start, int) else view.start[:, None].long()
     return (start + torch.arange(new, device=device)).view(-1, new)
 
@@ -161,6 +161,6 @@ def received_attention(seen: AttentionCall, probes: float) -> Tensor:
 
 
 def fewest(sums: Tensor, tau: float) -> Tensor:
-    """How many of the largest entries of every row [R, N] make up the share `tau` of its sum: [R], 1 at least."""
+    """Counts the largest entries of every row [R, N] that make up the share `tau` of its sum: [R], at least 1."""
     largest = sums.double().sort(dim=1, descending=True).values.cumsum(dim=1)
     return ((largest < tau * largest[:, -1:] * (1 - 1e-12)).sum(dim=1) + 1).clamp(max=sums.shape[1])

@@ -1,4 +1,4 @@
-"""Features of folders, kept on disk part by part: what was interrupted goes on where it stopped."""
+"""Features of folders, stored on disk part by part, so that an interrupted run goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EfficientNet-lite0, an ImageNet classifier whose features stand for what an image shows."""
+"""EfficientNet-lite0, an ImageNet classifier whose features describe the content of an image."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Fréchet distance of EfficientNet-lite0 features: how far apart two sets of images are as a whole.
 
-It is the distance of FID with another network, and its numbers are not those of FID. It is biased: even two sets generated from the same
+It is the distance of FID with another network, and not comparable with FID. It is biased: even two sets generated from the same
 prompts with other seeds are some distance apart, the more the fewer images there are. With 500 images the covariance of 1280 features is
 singular and most of the distance is this bias. So sets are best compared along a few fixed directions (`Directions`, the principal ones
 of real images), where 500 images determine a covariance, and only between sets of the same number of images.

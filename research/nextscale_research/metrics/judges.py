@@ -32,7 +32,7 @@ METRICS = {  # name to the network that it needs
 WITHOUT_REAL = ("inception-score", "clip-score", "dists")
 RESAMPLES = 100  # sets behind the interval of a Fréchet distance
 NAMES = {"inception": ("fid", "kid", "precision", "recall")}  # other networks: fd_NAME, kd_NAME, precision_NAME, recall_NAME
-DEVIATIONS = 1.96  # of a normal distribution, between which 95 % lie
+DEVIATIONS = 1.96  # of a normal distribution, within which 95 % are
 
 
 class Judge(Protocol):

@@ -1,4 +1,4 @@
-"""Improved precision and recall (Kynkäänniemi et al., 2019): which images lie among those of another set.
+"""Improved precision and recall (Kynkäänniemi et al., 2019): the images that are among the images of another set.
 
 torch-fidelity has it too, and a test compares them; it cannot be imported without torchvision, and this runs with torch alone.
 """
@@ -15,7 +15,7 @@ ROWS_AT_A_TIME = 4096
 
 
 def precision_recall(generated: Tensor, real: Tensor, neighbors: int = NEIGHBORS) -> tuple[Tensor, Tensor]:
-    """For each generated image whether it lies within the reach of a real one, [N], and for each real one the reverse, [M]; means of
+    """Marks the generated images within the reach of a real one, [N], and the reverse for real ones, [M]; means of
     these are precision and recall. A point reaches as far as its k-th nearest neighbor in its own set. Features [N, D] and [M, D]."""
     if min(len(generated), len(real)) <= neighbors:
         raise SettingError(f"precision and recall need more than {neighbors} images in each set; got {len(generated)} and {len(real)}")

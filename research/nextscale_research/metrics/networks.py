@@ -1,4 +1,4 @@
-"""The networks whose features stand for images, each where its field expects it."""
+"""The networks whose features describe images, each with the preprocessing of its field."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def inception(given: Path | None, device: torch.device) -> Network:
     """Features of FID followed by logits without bias, [B, 2048 + 1008], by torch-fidelity's network."""
     file = metric_file(INCEPTION, given)
     expected, found = file.stem.rpartition("-")[2], fingerprint(file)
-    if not found.startswith(expected):  # torch-fidelity unpickles what it is given
+    if not found.startswith(expected):  # torch-fidelity unpickles the given file
         raise CheckpointError(f"{file} is not the published file: its sha256 begins with {found[:8]}, not {expected}. Download it again")
     try:
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3

@@ -1,4 +1,4 @@
-"""Measures on any model what the papers behind the methods observed."""
+"""Measures the papers' observations on any model."""
 
 from .measure import Examples, Sample, observe
 from .numbers import Observations, read_observations, to_json

@@ -21,7 +21,7 @@ MEASURES = ("correlation", "foresight", "distance", "strength")
 
 
 class BlockMaps(NamedTuple):
-    """What one block does at one stage."""
+    """Maps of one block at one stage."""
 
     change: Tensor  # [B, cells], how far it moves each token
     distance: Tensor  # [B, cells], how far each token is from the mean before it
@@ -43,7 +43,7 @@ class BlockWatcher:
 
 
 def block_relations(watched: BlockWatcher, schedule: Schedule, final: Tensor, image_changes: Sequence[Tensor]) -> dict[str, Tensor]:
-    """How far the maps of a request agree with its images [B, 3, H, W]: by measure, [B, blocks, stages].
+    """Measures how far the maps of a request agree with its images [B, 3, H, W]: by measure, [B, blocks, stages].
 
     image_changes: per stage, how much it changed every cell of the last grid.
     """
@@ -64,7 +64,7 @@ def block_relations(watched: BlockWatcher, schedule: Schedule, final: Tensor, im
 
 
 def foresight(watched: BlockWatcher, schedule: Schedule, stage: Stage, layer: int, moved: Tensor) -> Tensor:
-    """Rank correlation of the block's change one stage earlier with what the stage then changed, [B]."""
+    """Returns the rank correlation of the block's change one stage earlier with the change of the stage, [B]."""
     if stage.index == 0:
         return torch.full(moved.shape[:1], torch.nan, dtype=torch.double, device=moved.device)
     earlier = schedule[stage.index - 1]

@@ -55,7 +55,7 @@ LONGEST_LINE = 100
 
 @dataclass(frozen=True)
 class FigureOptions:
-    """Where numbers and pictures go, or which numbers to plot again."""
+    """Options for numbers and pictures: where to write them, or which to plot again."""
 
     out: Annotated[Path, out_option("FOLDER", "Folder for numbers and pictures.")] = Path("observed")
     plot: Annotated[
@@ -110,7 +110,7 @@ class FigureOptions:
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """What is measured, and how."""
+    """Options of the measurement."""
 
     switches: Annotated[
         int,
@@ -148,9 +148,9 @@ def observe_command(
     measuring: MeasureOptions,
     figures: FigureOptions,
 ) -> None:
-    """Check on a model what the papers behind the methods observed.
+    """Check the papers' observations on a model.
 
-    What late stages change, where blocks act, what the prompt does. Give at least two prompts.
+    These are the changes of late stages, the places where blocks act, and the effect of the prompt. Give at least two prompts.
     """
     if figures.plot is not None:
         require_alone(context)
@@ -244,7 +244,7 @@ def require_alone(context: typer.Context) -> None:
     """Refuses options of a measurement, which --plot would ignore."""
     chosen = [one for one in context.command.params if one.name and is_given(context, one.name)]
     if surplus := [one.opts[0] for one in chosen if one.name not in ("plot", "out", "force")]:
-        raise SettingError(f"--plot only plots what was measured: leave out {', '.join(surplus)}")
+        raise SettingError(f"--plot only plots stored measurements: leave out {', '.join(surplus)}")
 
 
 def show_verdicts(found: Observations) -> None:

@@ -1,4 +1,4 @@
-"""Where an image has detail, and whether two maps agree about it: tensors in, tensors out."""
+"""Local detail of images, and agreement of two maps: tensors in, tensors out."""
 
 from __future__ import annotations
 

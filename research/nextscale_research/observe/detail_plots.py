@@ -85,9 +85,9 @@ def draw_attention(figure: Figure, found: Details) -> None:
     name_stages(left, found, "y")
     name_stages(left, found)
     left.set(
-        title="from the tokens of a stage (down) to those of a stage (across)",
+        title="from the tokens of a stage (down) to the tokens of a stage (across)",
         ylabel="from",
-        xlabel="to the stage of so many tokens a side",
+        xlabel="to the stage with this many tokens a side",
     )
     own = [row[stage] for stage, row in enumerate(shares)]
     cells = [height * width for height, width in found.stages]

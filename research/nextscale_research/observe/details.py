@@ -1,6 +1,6 @@
 """Further observations of a few images: distances to the final image, spectra, attention, logits, changes over stages, projections.
 
-`python -m nextscale_research observe --details`. Each measures what a figure of the papers shows, and keeps the numbers behind it.
+`python -m nextscale_research observe --details`. Each measures a figure of the papers, and keeps its numbers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Details:
     text_score: Curve | None  # by stage, cosine of CLIP's features of image and prompt; None without its weights
     similarity: Curve  # of a cell's logits to those around it, mean over the cells
     similarity_detail: Curve  # rank correlation of that with the detail of the final image
-    change_stability: list[Curve]  # by block, rank correlation of its change map with that of the stage before, resized
+    change_stability: list[Curve]  # by block, rank correlation of its change map with the resized map of the stage before
     projection: Projection | None  # None where StageVAR projects nothing
 
 
@@ -188,7 +188,7 @@ def similarity_curves(watched: Watched, schedule: Schedule, final: Tensor) -> tu
 
 
 def change_stability(watched: BlockWatcher, schedule: Schedule, blocks: int) -> list[Curve]:
-    """Whether a block changes the same places at a stage as at the one before, which SparseVAR and group-wise methods rely on."""
+    """Correlates the places that a block changes at a stage with the stage before, which SparseVAR and group-wise methods rely on."""
     curves = []
     for block in range(blocks):
         maps = [watched.maps[stage.index, block].change for stage in schedule]

@@ -1,4 +1,4 @@
-"""How near the image after every stage is to the final one, and the stage from which little is left.
+"""Distances of the image after every stage to the final one, and the stage from which little is left.
 
 StageVAR's stages follow from such curves: semantics (CLIP, DINO) settle before structure (LPIPS, DISTS).
 """
@@ -31,7 +31,7 @@ TextScore = Callable[[Tensor, Sequence[str]], Tensor]
 
 
 def available_distances(metrics: Path | None, device: torch.device) -> dict[str, Distance]:
-    """LPIPS, and those of DISTS, CLIP and DINOv2 whose weights are in the folder of metric networks."""
+    """Returns LPIPS, and DISTS, CLIP and DINOv2 if their weights are in the folder of metric networks."""
     found: dict[str, Distance] = {"lpips": Lpips.load(device)}
     with suppress(CheckpointError):
         found["dists"] = Dists.load(metrics, device)

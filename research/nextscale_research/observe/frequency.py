@@ -1,4 +1,4 @@
-"""Observation 1: late stages change mostly what is fine (SparseVAR, observation 1; FastVAR, observation 2; StageVAR, figure 1c).
+"""Observation 1: late stages change mostly fine detail (SparseVAR, observation 1; FastVAR, observation 2; StageVAR, figure 1c).
 
 Images are decoded after every stage. Where: the change of every cell of the last token map by a stage, against the detail of the
 image there. How finely: the power spectrum of the change.
@@ -23,7 +23,7 @@ EDGES = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4)  # cycles per pixel: octaves
 
 @dataclass(frozen=True)
 class Changes:
-    """What every stage changed in the images of one request; the fields are those of `numbers.Frequency`."""
+    """Changes of every stage in the images of one request; the fields are as in `numbers.Frequency`."""
 
     smooth: Tensor  # [B, stages]
     detailed: Tensor  # [B, stages]

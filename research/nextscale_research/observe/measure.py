@@ -39,7 +39,7 @@ class Sample:
 
     @classmethod
     def of(cls, prompts: Sequence[Any], images: int | None, seed: int) -> Sample:
-        """Takes the prompts in turn for `images` images; None: one per prompt."""
+        """Cycles through the prompts for `images` images; None: one per prompt."""
         number = len(prompts) if images is None else images
         return cls([prompts[index % len(prompts)] for index in range(number)], list(range(seed, seed + number)))
 
@@ -59,12 +59,12 @@ class Tiles:
 
     stages: list[tuple[str, list[Tensor]]] = field(default_factory=list)
     blocks: list[tuple[str, list[Tensor]]] = field(default_factory=list)
-    prompts: dict[tuple[int, prompt.Replacement], list[Tensor]] = field(default_factory=dict)  # (image, what is replaced)
+    prompts: dict[tuple[int, prompt.Replacement], list[Tensor]] = field(default_factory=dict)  # (image, replacement)
 
 
 @dataclass
 class Found:
-    """What the requests have shown so far."""
+    """Results of the requests so far."""
 
     changes: list[frequency.Changes] = field(default_factory=list)
     relations: list[dict[str, Tensor]] = field(default_factory=list)
@@ -84,7 +84,7 @@ def observe(
     lpips: Lpips | None = None,
     on_progress: Callable[[float], None] = lambda share: None,
 ) -> tuple[Observations, Examples]:
-    """Measures what the papers observed.
+    """Measures the papers' observations.
 
     batch: images per request. switches: at how many stages prompts are replaced; each costs as much as generating all images three times.
     lpips: measures distances of images that are large enough for it. on_progress: called with the share that is done.
@@ -155,7 +155,7 @@ def generate_probed(
 
 
 def first_of(most: int, start: int, images: int) -> int:
-    """How many of a request's images are among the first `most` of all."""
+    """Counts the images of a request that are among the first `most` of all."""
     return max(0, min(most - start, images))
 
 

@@ -26,7 +26,7 @@ class Curve:
 
     @classmethod
     def of(cls, values: Tensor) -> Curve:
-        """Averages [images, stages]; NaN is no value. The error of a single image is None."""
+        """Averages [images, stages]; NaN is missing. The error of a single image is None."""
         values = values.double().cpu()
         number = values.isfinite().sum(dim=0)
         mean = values.nanmean(dim=0)
@@ -36,26 +36,26 @@ class Curve:
 
 
 def plain(values: Tensor) -> Numbers:
-    """Values for JSON, which has neither NaN nor infinity: None stands for them."""
+    """Values for JSON, which has neither NaN nor infinity: both become None."""
     return [value if abs(value) < float("inf") else None for value in values.tolist()]
 
 
 @dataclass(frozen=True)
 class Frequency:
-    """Where and how finely each stage changes the image. Stage 0 has nothing before it, and no values."""
+    """Places and fineness of each stage's change of the image. Stage 0 has nothing before it, and no values."""
 
     smooth: Curve  # mean absolute change of the quarter of the cells with the least detail, in levels of 255
     detailed: Curve  # the same of the quarter with the most detail
     correlation: Curve  # rank correlation of a cell's change with its detail in the final image
     foreseen: Curve  # the same with its detail in the image before the stage, which a method can know
     edges: list[float]  # between the bands, cycles per pixel
-    power: list[Numbers]  # [stage][band], power of what the stage adds, in squared levels
+    power: list[Numbers]  # [stage][band], power that the stage adds, in squared levels
     image_power: Numbers  # [band], power of the final image without its mean
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where each block acts: one curve per block."""
+    """Places where each block acts: one curve per block."""
 
     correlation: list[Curve]  # rank correlation of a token's change (SparseVAR, eq. 1) with the detail of its cell in the final image
     foresight: list[Curve]  # the same of its change one stage earlier with the image's change by the stage: what SparseVAR relies on
@@ -65,7 +65,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Effect:
-    """How far the final image moves when something is replaced from a stage on: one entry per switch."""
+    """Distances that the final image moves when something is replaced from a stage on: one entry per switch."""
 
     rms: Curve  # root mean square difference of the pixels, in levels of 255
     codes: Curve  # share of the codes or bits of that stage and later ones that differ
@@ -74,15 +74,15 @@ class Effect:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What replacing the prompt, the guidance or the seed from a stage on does to the image."""
+    """Effects of replacing the prompt, the guidance or the seed from a stage on."""
 
     switches: list[int]  # the first stage with the replacement
-    effects: dict[str, Effect]  # by what is replaced; see prompt.py
+    effects: dict[str, Effect]  # by replacement; see prompt.py
 
 
 @dataclass(frozen=True)
 class Rank:
-    """How many directions the inputs of the blocks have: `ranks[a][b]` is for the energy share alphas[a] at block layers[b]."""
+    """Numbers of directions of the inputs of the blocks: `ranks[a][b]` is for the energy share alphas[a] at block layers[b]."""
 
     images: int
     layers: list[int]

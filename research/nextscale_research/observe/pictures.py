@@ -1,4 +1,4 @@
-"""Example images of what is measured, on sheets of small tiles."""
+"""Example images, on sheets of small tiles."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def svg_of(figure: Figure) -> str:
 
 
 def real(values: Numbers) -> list[float]:
-    """Values to plot: NaN, which leaves a gap, where there is none."""
+    """Values to plot: NaN, which leaves a gap, for missing ones."""
     return [math.nan if value is None else value for value in values]
 
 
@@ -129,7 +129,7 @@ def lowest(numbers: Frequency) -> list[float]:
 
 
 def draw_bands(figure: Figure, axes: Axes, found: Observations) -> None:
-    """What each stage adds to each band, against what the image has there."""
+    """Draws the power that each stage adds to each band, against the power of the image."""
     numbers = found.frequency
     shares = [
         [math.nan if not whole or power is None else math.log10(max(power / whole, 1e-6)) for power in band]

@@ -31,12 +31,12 @@ from .numbers import Curve, Effect, Prompt
 from .verdicts import late_stages
 
 Replacement = Literal["none", "unguided", "other", "seed"]
-SEED_STEP = 1_000_003  # from an image's seed to the one that replaces it: beyond those of its neighbors
+SEED_STEP = 1_000_003  # from an image's seed to the one that replaces it: beyond its neighbors' seeds
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """Some images before anything was replaced, and what they were generated from."""
+    """Some images before anything was replaced, and their inputs."""
 
     prompts: list[Any]
     seeds: list[int]
@@ -54,7 +54,7 @@ class OneBranch(Method):
 
 
 def keeping_until(switch: int, codes: Sequence[Tensor]) -> Revise | None:
-    """Gives stages before `switch` these codes. Where there are none nothing needs the host, and the request can be captured."""
+    """Gives stages before `switch` these codes. Without codes no stage needs the host, and the request can be captured."""
     return (lambda stage, sampled: codes[stage.index] if stage.index < switch else sampled) if switch else None
 
 
@@ -98,7 +98,7 @@ def generate_again(
 
 
 def moved(first: Output, again: Output, switch: int, lpips: Lpips | None) -> dict[str, Tensor]:
-    """How far each image has moved, by measure: [B] each."""
+    """Returns the distance that each image has moved, by measure: [B] each."""
     a, b = first.pixels.clamp(-1, 1), again.pixels.clamp(-1, 1)
     found = {
         "rms": (a - b).square().mean(dim=(1, 2, 3)).sqrt() * LEVELS,

@@ -1,4 +1,4 @@
-"""What the numbers say about each claim, in words; a claim holds or it does not."""
+"""Verdicts on each claim in words, from the numbers: a claim holds or it does not."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ LATE_SHARE = 4  # the last quarter of the stages is late: 40, 48 and 64 of Infin
 COARSE, FINE = 1 / 32, 1 / 8  # cycles per pixel: periods of more than 32 pixels, and of less than 8
 
 # Where a claim begins to hold: our choices.
-DETAIL_RATIO = 2.0  # change of the detailed quarter against that of the smooth one
-FINE_RATIO = 4.0  # share of the fine power that is replaced against that of the coarse power
+DETAIL_RATIO = 2.0  # change of the detailed quarter against the smooth quarter
+FINE_RATIO = 4.0  # share of the fine power that is replaced against the coarse power
 CLEAR_CORRELATION = 0.3  # least correlation of a block's map with the detail, and least difference of two blocks' correlations
 PROMPT_SHARE = 0.2  # share of the effect of another prompt from the start
 LOW_RANK = 0.25  # share of the possible rank, at ALPHA; StageVAR found 0.177 for Infinity-2B
@@ -25,7 +25,7 @@ ALPHA = 0.96
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a claim of a paper holds for this model, and the numbers that say so."""
+    """A verdict on a claim of a paper for this model, with its numbers."""
 
     topic: Topic
     claim: str
@@ -69,7 +69,7 @@ def ratio(a: float, b: float) -> float:
 
 
 def at_least(value: float, bound: float) -> bool | None:
-    """Whether the value reaches the bound; None where there is no value."""
+    """Returns True if the value reaches the bound; None without a value."""
     return None if math.isnan(value) else value >= bound
 
 
@@ -121,7 +121,7 @@ def block_correlations(found: Observations) -> list[float]:
 
 
 def extremes(values: Sequence[float]) -> tuple[int, int]:
-    """Places of the largest and the smallest number, NaN left out; 0 and 0 if there is no number."""
+    """Returns the places of the largest and the smallest number without NaN; 0 and 0 if all are NaN."""
     places = [place for place, value in enumerate(values) if not math.isnan(value)] or [0]
     return max(places, key=lambda place: values[place]), min(places, key=lambda place: values[place])
 

@@ -1,7 +1,7 @@
-"""Whether an image shows what its prompt asks for: linear probes of EfficientNet features name its style and its label.
+"""Agreement of images with their prompts: linear probes of EfficientNet features name style and label.
 
 A probe errs on real images too: its accuracy on real images that it was not trained on is the most that a generator can reach, and stands
-beside every use. A probe says what a network sees in an image, not what a person would.
+beside every use. A probe measures a network's view of an image, which may differ from a person's.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Probe:
         return torch.tensor([label in self.classes for label in labels])
 
     def hits(self, features: Tensor, labels: Sequence[str], top: int = 1) -> Flags:
-        """Whether the label, one of the classes, is among the `top` best scores of each image."""
+        """Returns True for images whose label, one of the classes, is among the `top` best scores of each image."""
         target = torch.tensor([self.classes.index(label) for label in labels])
         best = self.scores(features).topk(min(top, len(self.classes)), dim=1).indices.cpu()
         return (best == target[:, None]).any(dim=1)
@@ -114,7 +114,7 @@ class Agreement:
 
     @staticmethod
     def train(features: Tensor, prompts: Sequence[EvalPrompt], held_features: Tensor, held_prompts: Sequence[EvalPrompt]) -> Agreement:
-        """Fits one vector of features per prompt; those of `held_prompts`, which are not trained on, show how good the probes are."""
+        """Fits one vector of features per prompt; vectors of `held_prompts`, which are held out, show how good the probes are."""
         probes = {}
         for attribute in ATTRIBUTES:
             labels = [getattr(prompt, attribute) for prompt in prompts]
@@ -124,7 +124,7 @@ class Agreement:
         return Agreement(probes, {name: round(float(flags.double().mean()), 4) for name, (flags, _) in hits.items() if len(flags)})
 
     def hits(self, features: Tensor, prompts: Sequence[EvalPrompt]) -> dict[str, tuple[Flags, Tensor]]:
-        """Which images agree, for style, label and label_top5, among those whose class the probe knows; and their numbers."""
+        """Returns the images that agree, for style, label and label_top5, among those whose class the probe knows; and their numbers."""
         found = {}
         for attribute, probe in self.probes.items():
             labels = [getattr(prompt, attribute) for prompt in prompts]
@@ -163,7 +163,7 @@ class Agreement:
                 raise ValueError(f"it has probes of {', '.join(probes)} with the shares {real}")
         except (OSError, SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(
-                f"{file} is no file of probes ({error}): train one with `python -m nextscale_research quality --data SHARD --probe {file}`"
+                f"{file} must be a file of probes ({error}); train one: `python -m nextscale_research quality --data SHARD --probe {file}`"
             ) from error
         return Agreement({attribute: probe.to(device) for attribute, probe in probes.items()}, real)
 

@@ -148,7 +148,7 @@ def unmeasured(
 @app.command()
 def frontier(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="A .jsonl file that `nextscale compare --out` wrote.")],
-    model: Annotated[str | None, option("--model -m", "NAME", "Plot the rows of this model.", None, "that of the last row")] = None,
+    model: Annotated[str | None, option("--model -m", "NAME", "Plot the rows of this model.", None, "model of the last row")] = None,
     out: Annotated[Path, out_option("FILE", "An .svg file.")] = Path("frontier.svg"),
     force: Force = False,
 ) -> None:

@@ -22,7 +22,7 @@ OUTLIERS = 4  # channels of every input
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What a model makes of given codes, stage by stage."""
+    """Outputs of a model for given codes, by stage."""
 
     logits: list[Tensor]  # guided
     ids: list[Tensor]  # sampled of them, with the same noise
@@ -48,7 +48,7 @@ def generate_seen(
 
 
 def stage_errors(found: Seen, expected: Seen) -> dict[str, list[float]]:
-    """By stage: the relative error of the logits, and the share of codes, or of their bits, that are sampled differently."""
+    """Returns by stage the relative error of the logits, and the share of codes, or of their bits, that are sampled differently."""
     pairs = list(zip(found.logits, expected.logits, strict=True))
     return {
         "logits": [round(float((ours - theirs).norm() / theirs.norm()), 5) for ours, theirs in pairs],

@@ -1,4 +1,4 @@
-"""What formats of the weights cost: the same prompts and seeds, generated in the model's own dtype and in every variant."""
+"""Cost of weight formats: the same prompts and seeds, generated in the model's own dtype and in every variant."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in TORCH_DTYPES)
 
 @dataclass(frozen=True)
 class Variant:
-    """A format, and products that keep the model's dtype; or another dtype, whose roundings are what a format can be compared with."""
+    """A format, and products that keep the model's dtype; or another dtype, as a reference for the error of a format."""
 
     format: Quantize | None = None
     keep: tuple[str, ...] = ()
@@ -81,9 +81,9 @@ def compare_formats(
     seed: int = 0,
     batch: int = 32,
 ) -> Iterator[Row]:
-    """Yields a row per variant, that of the model as it is loaded first: time, memory, distance to its images, agreement, sets.
+    """Yields a row per variant, the model as it is loaded first: time, memory, distance to its images, agreement, sets.
 
-    One model is in memory at a time, so variants do not take turns: times are those of each run by itself. On a CPU e4m3 is emulated,
+    One model is in memory at a time, so variants do not take turns: each run is timed by itself. On a CPU e4m3 is emulated,
     and its times mean nothing.
     """
     if not prompts:

@@ -1,4 +1,4 @@
-"""A picture of what methods save against what they cost, drawn from rows of results."""
+"""A plot of savings against distance, drawn from rows of results."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def label_spots(points: Sequence[tuple[float, float]], right_edge: float) -> lis
 
 
 def _axis(values: Sequence[float], start: float, stop: float) -> tuple[Callable[[float], float], list[float]]:
-    """From values to places, with a margin, and round values to write beside the axis."""
+    """Returns the map from values to places, with a margin, and round values to write beside the axis."""
     low, high = min(values), max(values)
     margin = 0.06 * (high - low) or 0.5
     low, high = low - margin, high + margin

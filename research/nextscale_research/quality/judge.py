@@ -1,4 +1,4 @@
-"""Comparisons that also judge whole sets: Fréchet distances of EfficientNet features, and how often probes see what the prompt asks for."""
+"""Comparisons that also judge whole sets: Fréchet distances of EfficientNet features, and agreement with the prompt."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SetJudge:
 
 @dataclass(frozen=True, eq=False)
 class SetRows:
-    """Features [N, D] of one method and of dense generation, and those of real images if there are any."""
+    """Features [N, D] of one method and of dense generation, and of real images, if given."""
 
     ours: Tensor
     dense: Tensor
@@ -81,14 +81,14 @@ class SetRows:
 
     @cached_property
     def directions(self) -> Directions | None:
-        """The directions in which real images vary most, or dense ones if there are no real ones; None for too few images."""
+        """The directions in which real images vary most, or dense ones without real ones; None for too few images."""
         number = min(DIRECTIONS, len(self.prompts) // IMAGES_PER_DIRECTION)
         if number < FEWEST_DIRECTIONS:
             return None
         return Directions.of(self.dense.cpu() if self.references is None else self.references, number)
 
     def agreement(self, probes: Agreement | None) -> Row:
-        """Returns how often the probes see what the prompt asks for, and how much more often than in the dense image of the same seed."""
+        """Returns the share of images that agree with the prompt, and its difference to the dense images of the same seeds."""
         if probes is None:
             return {}
         row: Row = {}

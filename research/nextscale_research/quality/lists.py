@@ -18,7 +18,7 @@ VARIANTS = ("vanilla", "svd_approximation", "svd", "svd_fixed", "least_squares",
 
 
 def sparsevar_decisions(stages: int, blocks: int) -> dict[str, str]:
-    """What the paper of SparseVAR leaves open or picks by eye, each changed alone at a budget of 40 % in the last three stages.
+    """SparseVAR, choices that the paper leaves open or makes by eye, one changed at a time at a budget of 40 % in the last three stages.
 
     The budget keeps equally many tokens whatever the setting, so that the rows differ in the choice alone.
     """
@@ -166,7 +166,7 @@ LISTS: Mapping[str, Callable[[int, int], dict[str, str]]] = {
 
 
 def chosen_methods(asked: Sequence[str], stages: int, blocks: int) -> dict[str, Method]:
-    """Dense generation, then what is asked for: names of lists, or methods such as "skip:last=2" and "fastvar + skip:last=1"."""
+    """Returns dense generation, then the given methods: names of lists, or methods such as "skip:last=2" and "fastvar + skip:last=1"."""
     specs: dict[str, str] = {}
     for one in asked:
         specs |= LISTS[one](stages, blocks) if one in LISTS else {one: one}

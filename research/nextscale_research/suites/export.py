@@ -1,4 +1,4 @@
-"""From the folder that `nextscale sample` wrote to the folder that a scorer reads."""
+"""Turns a folder of `nextscale sample` into the folder that a scorer reads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def export(
             found.setdefault(entry.id, []).append((entry.seed, folder / entry.file))
     if lacking := [prompt.id for prompt in prompts if len(found.get(prompt.id, ())) < wanted]:
         raise NextscaleError(
-            f"{folder} lacks images of {len(lacking)} of the {len(prompts)} prompts, such as {lacking[0]!r}, or they are not those of its"
+            f"{folder} lacks images of {len(lacking)} of the {len(prompts)} prompts, such as {lacking[0]!r}, or they differ from its"
             f" manifest: run `nextscale sample -n {wanted}` with the prompts of `python -m nextscale_research suite {suite.name}"
             f" --write-prompts FILE`"
         )

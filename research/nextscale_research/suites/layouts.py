@@ -1,4 +1,4 @@
-"""Where each scorer looks for images: layouts as facts of the scorers' repositories, checked in tests."""
+"""Folder layouts of the scorers, as in their repositories."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def geneval2(samples: Samples, out: Path) -> None:
 
 
 def dpg(samples: Samples, out: Path) -> None:
-    """ID.png, four images in a square: the scorer cuts it at the resolution that it is told. No other file may be there."""
+    """ID.png, four images in a square: the scorer cuts it at the given resolution. No other file may be there."""
     for prompt in samples.prompts:
         images = [opened(file) for file in samples.images[prompt.id]]
         if len(images) > 4 or len({side for image in images for side in image.size}) > 1:
@@ -71,14 +71,14 @@ def hps(samples: Samples, out: Path) -> None:
 
 
 def image_reward(samples: Samples, out: Path) -> None:
-    """MODEL/ID_0.png to ID_9.png, and nothing else: the scorer divides the number of files by that of the prompts."""
+    """MODEL/ID_0.png to ID_9.png, and nothing else: the scorer divides the number of files by the number of prompts."""
     for prompt in samples.prompts:
         for number, file in enumerate(samples.images[prompt.id]):
             put(file, out / samples.name / f"{prompt.id}_{number}.png")
 
 
 def mjhq(samples: Samples, out: Path) -> None:
-    """CATEGORY/ID.png, as the real images lie."""
+    """CATEGORY/ID.png, like the real images."""
     for prompt in samples.prompts:
         category, _, name = prompt.id.partition(".")
         put(samples.images[prompt.id][0], out / category / f"{name}.png")
@@ -94,7 +94,7 @@ def imagenet(samples: Samples, out: Path) -> None:
     """samples.npz with all images as arr_0 [N, H, W, 3], 8 bits, as OpenAI's evaluator takes them. One image at a time is in memory.
 
     The first images of all classes come first, then the second ones: the evaluator takes the Inception Score of 5,000 images after
-    another, and would find 100 classes in each part if those of a class lay together.
+    another, and would find 100 classes in each part if images of a class were adjacent.
     """
     files = [file for one_of_each in zip(*(samples.images[prompt.id] for prompt in samples.prompts), strict=True) for file in one_of_each]
     first = np.asarray(opened(files[0]))

@@ -42,7 +42,7 @@ class PaperItem:
     shows: str
     runs: tuple[PaperRun, ...] = ()  # images that a benchmark scores
     commands: tuple[str, ...] = ()  # that measure or draw it
-    note: str = ""  # what is chosen where the paper is silent, or why something cannot be regenerated
+    note: str = ""  # choices of ours, or the reason why something cannot be regenerated
 
 
 def runs(
@@ -93,7 +93,7 @@ OBSERVE = 'python -m nextscale_research observe -m {} "PROMPT" "PROMPT"'
 DETAILS = 'python -m nextscale_research observe -m {} --details --metrics FOLDER "PROMPT" "PROMPT"'
 DRAWING = "a drawing of the method"
 PICTURES = "the paper's prompts and seeds are not published: prompts of your own show the same comparison"
-SLOWER = "stagevar_variants"  # may take longer than dense generation, whose hours are no bound
+SLOWER = "stagevar_variants"  # may take longer than dense generation, so its hours are not a bound
 BESIDE = "rows of other models than VARs are quotations of their papers"
 SPEED = "python -m benchmarks.suites {}"
 LIST = "python -m nextscale_research quality --method {} --prompts FILE"

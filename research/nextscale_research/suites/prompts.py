@@ -33,7 +33,7 @@ def from_hps(path: Path) -> list[SamplePrompt]:
     for style in HPS_STYLES:
         prompts = _json(_text(path / f"{style}.json"), path)
         if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
-            raise PromptError(f"{path / style}.json is no list of prompts: give the folder of HPSv2's benchmark prompts")
+            raise PromptError(f"{path / style}.json must be a list of prompts: give the folder of HPSv2's benchmark prompts")
         found += [SamplePrompt(f"{style}-{number:05d}", prompt) for number, prompt in enumerate(prompts)]
     return found
 
@@ -42,7 +42,7 @@ def from_records(path: Path) -> list[SamplePrompt]:
     """A .json list of objects with id and prompt (ImageReward's benchmark-prompts.json)."""
     records = _json(_text(path), path)
     if not isinstance(records, list):
-        raise PromptError(f"{path} is no list: expected objects with id and prompt")
+        raise PromptError(f"{path} must be a list of objects with id and prompt")
     return [SamplePrompt(_field(record, "id", path), _field(record, "prompt", path)) for record in records]
 
 
@@ -50,7 +50,7 @@ def from_mjhq(path: Path) -> list[SamplePrompt]:
     """MJHQ-30K's meta_data.json: id to an object with category and prompt. The category is put before the id."""
     records = _json(_text(path), path)
     if not isinstance(records, dict):
-        raise PromptError(f"{path} is no object: expected ids with category and prompt, as in MJHQ-30K's meta_data.json")
+        raise PromptError(f"{path} must be an object: ids with category and prompt, as in MJHQ-30K's meta_data.json")
     return [SamplePrompt(f"{_field(record, 'category', path)}.{name}", _field(record, "prompt", path)) for name, record in records.items()]
 
 
@@ -112,7 +112,7 @@ def rewritten(prompts: Sequence[SamplePrompt], rewrite: Path | Callable[[str], s
 
 
 def lines_of(path: Path) -> list[str]:
-    """Those of a .jsonl file that are not empty. JSON may hold what `splitlines` takes for the end of a line."""
+    """Returns the lines of a .jsonl file that are not empty. JSON may hold characters at which `splitlines` splits."""
     return [line for line in _text(path).split("\n") if line.strip()]
 
 
@@ -145,7 +145,7 @@ def _json(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PromptError(f"the prompt set {path} is no JSON ({error}): download it again") from error
+        raise PromptError(f"the prompt set {path} is not JSON ({error}): download it again") from error
 
 
 def _field(record: Any, name: str, path: Path) -> str:

@@ -26,7 +26,7 @@ class Suite:
     read: Callable[[Path], list[SamplePrompt]]
     layout: Callable[[Samples, Path], None]
     environment: str
-    command: str  # FOLDER is what was exported
+    command: str  # FOLDER is the exported folder
     prints: str
     needs_file: bool = True  # there is a prompt set to read
     sampling: str = ""  # options of `nextscale sample` for Infinity, with which its authors and the papers run this benchmark
@@ -199,7 +199,7 @@ def suite(name: str) -> Suite:
 
 
 def suite_table() -> str:
-    """All benchmarks in Markdown: environment, command and what it prints."""
+    """Returns all benchmarks in Markdown: environment, command and its output."""
     heads = ("name", "prompts x images", "`--prompt-set`", "environment", "command, with FOLDER from `--export`", "prints")
     lines = []
     for one in ALL:
