@@ -133,7 +133,9 @@ def observe_details(
     dense_power = spectrum(final)
     similarity, related = similarity_curves(watched, schedule, final)
     attention = watched.attention
-    matrices = attention.share_matrix(), attention.near_matrix(), attention.chance_matrix()
+    shares, near, chance = (
+        [plain(row) for row in matrix] for matrix in (attention.share_matrix(), attention.near_matrix(), attention.chance_matrix())
+    )
     found = Details(
         {"model": pipeline.name, "images": len(sample.seeds), "seed": sample.seeds[0], "size": list(watched.output.report.size)}
         | {"device": watched.output.report.device, "dtype": watched.output.report.dtype, "torch": torch.__version__},
@@ -143,7 +145,9 @@ def observe_details(
         list(EDGES),
         [plain(spectrum(image) / dense_power) for image in watched.images],
         {name: plain(power / dense_power) for name, power in powers.items()},
-        *([plain(row) for row in matrix] for matrix in matrices),
+        shares,
+        near,
+        chance,
         None if text_score is None else Curve.of(text_scores(watched.images, sample.prompts, text_score)),
         similarity,
         related,

@@ -110,7 +110,9 @@ def quality(
     with torch.device("meta"):
         blocks = len(build_model(spec.model).blocks)
     alone = [one for one in names if one not in LISTS]
-    chosen = [chosen_methods(group, len(schedule), blocks) for group in (*([one] for one in names if one in LISTS), alone) if group]
+    chosen: list[Mapping[str, Method]] = [
+        chosen_methods(group, len(schedule), blocks) for group in (*([one] for one in names if one in LISTS), alone) if group
+    ]
     for one in alone:
         model.resolved(chosen[-1][one], schedule, batch)
     texts = read_eval_prompts(prompts.prompts_file, prompts.limit)
