@@ -57,7 +57,7 @@ def test_a_phone_shows_the_picture_first_and_nothing_overflows(browser: Any, ser
         page.uncheck(".chips input >> nth=1")
         page.click("#send")
         page.wait_for_selector(".sheet img >> nth=2")
-        for view in ("generate", "compare", "grid", "blind", "history"):
+        for view in ("generate", "edit", "compare", "grid", "blind", "history"):
             page.click(f"#tab-{view}")
             page.wait_for_selector(f'#tab-{view}[aria-current="page"]')
             assert page.evaluate("document.documentElement.scrollWidth") <= 390, view
@@ -145,6 +145,10 @@ def test_axe_finds_nothing_serious(browser: Any, server: Live, axe: str) -> None
         page.click(".switch")
         page.wait_for_selector(".mask")
         judge("generated")
+        page.click("#edit")
+        page.wait_for_selector("#mask")
+        judge("edit")
+        page.click("#tab-generate")
         page.fill("#seed", "99999999999999999999")
         page.click("#send")
         page.wait_for_selector("#seed-problem")

@@ -11,6 +11,8 @@ export const apiKey = {
 };
 
 export const COMPLETED = "image_generation.completed";
+const GENERATIONS = "/v1/images/generations";
+export const EDITS = "/v1/images/edits";
 
 export class ApiError extends Error {
   constructor({ status, headers }, error) {
@@ -72,11 +74,11 @@ const textOf = async (path, body, signal) => reached((await patiently(path, body
 
 export const options = async () => (await ask("/studio/options")).json();
 export const compare = async (a, b, signal) => JSON.parse(await textOf("/studio/compare", { a, b }, signal));
-export const generate = async (body, signal) => parsed(await textOf("/v1/images/generations", body, signal));
+export const generate = async (body, signal) => parsed(await textOf(GENERATIONS, body, signal));
 
 /** Calls `onEvent` with every event of a stream; fails where the stream says so, and where it ends before the image is completed. */
-export async function stream(body, onEvent, signal) {
-  const response = await patiently("/v1/images/generations", { ...body, stream: true }, signal);
+export async function stream(body, onEvent, signal, path = GENERATIONS) {
+  const response = await patiently(path, { ...body, stream: true }, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let [text, completed] = ["", false];
   for (;;) {
@@ -91,7 +93,7 @@ export async function stream(body, onEvent, signal) {
       if (!data) continue;
       const content = parsed(data.slice(6));
       if (content.error) throw new ApiError(response, content.error);
-      completed ||= content.type === COMPLETED;
+      completed ||= content.type.endsWith(".completed");
       onEvent(content);
     }
   }

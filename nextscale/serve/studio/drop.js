@@ -1,14 +1,15 @@
-// A PNG of this server that is dropped on the page restores its settings.
+// A PNG of this server that is dropped on the page restores its settings; `open` takes any picture instead.
 import { useEffect } from "preact/hooks";
 import { settingsOf } from "./png.js";
 
-export function useDrop(restore, fail) {
+export function useDrop(restore, fail, open) {
   useEffect(() => {
     const over = (event) => event.preventDefault();
     const drop = async (event) => {
       event.preventDefault();
       const file = event.dataTransfer?.files[0];
       if (!file) return;
+      if (open) return open(file);
       const bytes = new Uint8Array(await file.arrayBuffer());
       const found = settingsOf(bytes);
       if (!found) return fail(`${file.name} holds no settings. Drop a PNG that this server has generated.`);

@@ -68,7 +68,7 @@ export function Form({ options, settings, change, submit, busy, stop, label, err
         <summary>Options <span class="soft">${summary}</span></summary>
         <div class="options">
           ${view !== "grid" && html`<${Speed} model=${model} settings=${settings} change=${change} problem=${problem("method")} compared=${view === "compare"} />`}
-          <${Size} model=${model} size=${settings.size} resize=${resize} problem=${problem("size")} />
+          <${Size} model=${model} size=${settings.size} resize=${resize} problem=${problem("size")} shaped=${view === "edit"} />
           <${Field} id="seed" label="Seed" problem=${problem("seed")}>
             <span class="joined"><input inputmode="numeric" pattern="\\s*[0-9]*\\s*" title="a whole number up to 9223372036854775807" placeholder="random" ...${field("seed")} />
             <button type="button" title="Another seed" aria-label="Another seed" onClick=${() => change({ seed: String(randomSeed()) })}>⚄</button></span>
@@ -126,7 +126,8 @@ function Adapters({ names, chosen, change, problem }) {
   `;
 }
 
-function Size({ model, size, resize, problem }) {
+/** `shaped`: the shape is that of a picture. */
+function Size({ model, size, resize, problem, shaped }) {
   const aspects = aspectsOf(model);
   const mine = aspectOf(size);
   const [all, setAll] = useState(false);
@@ -139,7 +140,7 @@ function Size({ model, size, resize, problem }) {
   };
   const choices = shown.map((aspect) => ({ value: aspect.name, label: shape(aspect) }));
   return html`
-    <${Choice} name="aspect" legend=${html`Shape${aspects.length > shown.length && html` <button type="button" class="link" onClick=${() => setAll(true)}>More shapes</button>`}`} kind="aspect" choices=${choices} value=${mine} onChoose=${(name) => resize(resized(aspects.find((one) => one.name === name).sizes, size))} />
+    ${!shaped && html`<${Choice} name="aspect" legend=${html`Shape${aspects.length > shown.length && html` <button type="button" class="link" onClick=${() => setAll(true)}>More shapes</button>`}`} kind="aspect" choices=${choices} value=${mine} onChoose=${(name) => resize(resized(aspects.find((one) => one.name === name).sizes, size))} />`}
     <div class="field">
       <label for="size">Size <output class="soft" id="size-text">${spelled(size)}, ${stagesOf(model, size)} stages</output></label>
       <input type="range" ...${marked("size", problem)} min="0" max=${sizes.length - 1} step="1" value=${Math.max(sizes.indexOf(size), 0)} disabled=${sizes.length < 2} aria-valuetext=${spelled(size)} onInput=${(event) => resize(sizes[Number(event.target.value)])} />

@@ -64,7 +64,7 @@ const Tour = () => html`
     <dl>${Object.entries(VIEWS).slice(1).map(([name, [title, about]]) => html`<dt><a href=${addressOf(name)}>${title}</a></dt><dd>${about}</dd>`)}</dl>
   </aside>`;
 
-export function GenerateView({ generation, busy, settings, classes, masked, setMasked, references, choose }) {
+export function GenerateView({ generation, busy, settings, classes, masked, setMasked, references, choose, change }) {
   const { shown, growing, place, setPlace } = generation;
   const live = growing?.frames.length ? growing : null;
   const picture = live || shown;
@@ -100,7 +100,8 @@ export function GenerateView({ generation, busy, settings, classes, masked, setM
       ${final?.report
         ? html`
           <div class="used"><p><b>${shown.settings.prompt}</b><br /><span class="soft">seed <span id="used-seed">${final.seed}</span></span></p>
-          <button type="button" id="save" onClick=${() => savePicture(final.b64_json, final.seed)}>Save PNG</button></div>
+          <span class="buttons"><button type="button" id="edit" onClick=${() => change(final.b64_json)}>Edit this</button>
+          <button type="button" id="save" onClick=${() => savePicture(final.b64_json, final.seed)}>Save PNG</button></span></div>
           <${ResultCard} image=${final} settings=${shown.settings} references=${references} measure=${generation.measure} busy=${busy} />
           <${Bars} report=${final.report} dense=${shown.settings.method === DENSE ? null : references.find(shown.settings)?.report} />
           <${Facts} report=${final.report} />`

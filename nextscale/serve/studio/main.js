@@ -5,6 +5,7 @@ import { Ballot, BlindView, useBlind } from "./blind.js";
 import { CompareView, useComparison } from "./compare.js";
 import { Door } from "./door.js";
 import { useDrop } from "./drop.js";
+import { EditView, useEdit } from "./edit.js";
 import { namedMethods } from "./fields.js";
 import { fieldOf, Form } from "./form.js";
 import { GenerateView, useGeneration } from "./generate.js";
@@ -33,6 +34,7 @@ function Studio({ options }) {
     setPictures((before) => [entry, ...before].slice(0, KEPT));
   };
   const generation = useGeneration(work.run, remember, references);
+  const edit = useEdit(work.run, remember, work.say, ({ width, height }) => model.sizes.some(({ size }) => size === `${width}x${height}`) && change({ size: `${width}x${height}` }));
   const comparison = useComparison(work.run, remember, references);
   const grid = useGrid(work.run, remember);
   const blind = useBlind(work.run, work.stop);
@@ -66,7 +68,7 @@ function Studio({ options }) {
     addEventListener("keydown", pressed);
     return () => removeEventListener("keydown", pressed);
   }, []);
-  useDrop(restore, work.say);
+  useDrop(restore, work.say, view === "edit" ? edit.open : null);
 
   if (view === "blind" && blind.round) return html`<${Ballot} blind=${blind} error=${work.error} retry=${work.retry} />`;
   const choose = (prompt) => {
@@ -80,7 +82,13 @@ function Studio({ options }) {
       settings,
       submit: (given) => generation.generate(given, masked),
       label: "Generate",
-      content: () => html`<${GenerateView} ...${shared} generation=${generation} masked=${masked} setMasked=${setMasked} references=${references} />`,
+      content: () => html`<${GenerateView} ...${shared} generation=${generation} change=${(b64) => (edit.reuse(b64), go("edit"))} masked=${masked} setMasked=${setMasked} references=${references} />`,
+    },
+    edit: {
+      settings: edit.sized(settings, model),
+      submit: (given) => (edit.picture ? edit.start(given, model) : work.say("Choose a picture first.")),
+      label: "Edit",
+      content: () => html`<${EditView} edit=${edit} settings=${edit.sized(settings, model)} model=${model} busy=${work.busy} pictures=${pictures} />`,
     },
     compare: {
       settings: compared,

@@ -3,6 +3,7 @@ import { useEffect, useState } from "preact/hooks";
 
 export const VIEWS = {
   generate: ["Generate", "One picture, stage by stage."],
+  edit: ["Edit", "Change a part of a picture, or paint beyond its edges."],
   compare: ["Compare", "One seed at best quality and with a method, one picture over the other."],
   grid: ["Grid", "Several methods and seeds at once."],
   blind: ["Blind A/B", "Vote between two methods without knowing which is which."],

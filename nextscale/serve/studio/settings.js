@@ -79,6 +79,6 @@ export function restored(found, current, options) {
 
 /** Names of the settings in a PNG that differ from the restored ones: what this server or this page does not know. */
 export const lost = (found, settings) =>
-  Object.keys(found).filter((name) => textOf(found[name]) !== textOf({ ...settings.carried, ...settings }[name]));
+  Object.keys(found).filter((name) => !name.endsWith("_sha256") && textOf(found[name]) !== textOf({ ...settings.carried, ...settings }[name]));
 
 export const randomSeed = () => Math.floor(Math.random() * 2 ** 31);

@@ -30,4 +30,12 @@ export const resized = (sizes, size) => nearest(sizes, areaOf(size), areaOf);
 
 export const stagesOf = (model, size) => model.sizes.find((one) => one.size === size)?.stages ?? model.stages;
 
+/** The offered size for a picture that is extended by `sides`: of its shape, with about as many pixels as `size`. */
+export function fittingSize(model, picture, sides, size) {
+  const [width, height] = [picture.width + sides.left + sides.right, picture.height + sides.top + sides.bottom];
+  const ratio = (one) => sidesOf(one.size).reduce((across, down) => across / down);
+  const shape = ratio(nearest(model.sizes, width / height, ratio));
+  return resized(model.sizes.filter((one) => ratio(one) === shape).map((one) => one.size), size);
+}
+
 export const spelled = (size) => size.replace("x", " × ");
