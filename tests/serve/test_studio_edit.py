@@ -63,7 +63,9 @@ def stroke(page: Any, left: float, top: float, right: float, bottom: float) -> N
 
 def painted(page: Any) -> float:
     """The painted share of the picture."""
-    share: float = page.evaluate("""() => { const canvas = document.querySelector('#mask');
+    share: float = page.evaluate("""async () => {
+        await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));  // until the page has drawn
+        const canvas = document.querySelector('#mask');
         const levels = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
         return levels.filter((level, index) => index % 4 === 3 && level > 127).length / canvas.width / canvas.height; }""")
     return share
