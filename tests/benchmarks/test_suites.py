@@ -152,6 +152,21 @@ def test_rows_tell_stages_predictions_and_the_roofline(tiny: None) -> None:
     assert named["step"] == "with tea"
 
 
+def test_a_case_without_fused_attention_multiplies_and_normalizes(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused: list[bool] = []
+
+    def seen(*_: Any, **__: Any) -> list[Row]:
+        fused.append(torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled())
+        return []
+
+    with monkeypatch.context() as patched:
+        patched.setattr(suites, "bench", seen)
+        assert [*rows_of([replace(TINY, unfused=flag) for flag in (False, True)], PLAN)] == []
+    assert fused == [True, False] and torch.backends.cuda.flash_sdp_enabled()
+    [row] = rows_of([replace(TINY, suite="papers", unfused=True)], PLAN)
+    assert "error" not in row and row["suite"] == "papers"
+
+
 def test_what_a_replay_cannot_tell_is_no_number() -> None:
     assert known_percentiles_ms([[0.1, 0.2], [0.3, 0.4]]) == {"median_ms": 500, "p20_ms": 380, "p80_ms": 620}
     assert known_percentiles_ms([[0.1, 0.2], [None, 0.4]]) == {"median_ms": 350, "p20_ms": 320, "p80_ms": 380}  # skipped stages

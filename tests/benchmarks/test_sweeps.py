@@ -25,9 +25,7 @@ def test_the_run_with_most_lists_is_shown() -> None:
     assert dense["images"] == 500 and [*lists] == ["sparsevar-taus", "peers-shares", "fastvar-ratios"]
     assert [one["method"] for one in lists["sparsevar-taus"]] == ["skip:last=1", *taus]
     table = sweeps_table(dense, lists)
-    assert (
-        "| SparseVAR: threshold (tables 1 to 3) | tau 0.4 | 2.00 | 50% | 0.100 (0.080 to 0.120) | 0.1 dB | 0.1 (0.1 to 0.1) |" in table
-    )
+    assert "| SparseVAR: threshold (tables 1 to 3) | tau 0.4 | 2.00 | 50% | 0.100 (0.080 to 0.120) | 0.1 dB | 0.1 (0.1 to 0.1) |" in table
     svg = sweeps_svg(lists)
     assert svg.count("<svg") == 1 and "SparseVAR: threshold" in svg
     with pytest.raises(SystemExit, match="quality --method LIST"):
