@@ -76,7 +76,10 @@ class Scenes:
     def __init__(self, sprites: Sprites, mix: Mix, compiled: bool = False) -> None:
         self.sprites, self.mix, self.wording = sprites, mix, Wording(sprites.records)
         facts = sprites.facts
-        self.looks: list[int] = facts.seen.words().tolist()
+        self._there = facts.to(sprites.device)
+        # lists: planning asks for single ones thousands of times a second
+        self._cut, self._paintable = facts.cut.tolist(), facts.paintable.tolist()
+        self._word, self._looks, self._lightness = facts.word.tolist(), facts.seen.words().tolist(), facts.seen.lightness_of_all.tolist()
         short = torch.tensor([len(record.subject.split()) <= PAIRED_WORDS for record in sprites.records])
         self.paired = (facts.cut & short).nonzero().squeeze(1)
         styles = [record.style for record in sprites.records]
@@ -106,9 +109,13 @@ class Scenes:
                 continue
             colors = [self._painted(one, chance) for one in shown]
             backdrop = ""
-            if all(facts.cut[one] for one in shown) and (chance.random() < mix.backgrounds or WHITE in colors):
-                taken = {color if color >= 0 else self.looks[one] for color, one in zip(colors, shown, strict=True)}
-                backdrop, backdrops[place] = backdrop_of(taken, facts.seen, shown, colors, chance)
+            if all(self._cut[one] for one in shown) and (chance.random() < mix.backgrounds or WHITE in colors):
+                subject_lightness = [
+                    sum(COLORS[color].lightness) / 2 if color >= 0 else self._lightness[one]
+                    for color, one in zip(colors, shown, strict=True)
+                ]
+                taken = {color if color >= 0 else self._looks[one] for color, one in zip(colors, shown, strict=True)}
+                backdrop, backdrops[place] = backdrop_of(taken, subject_lightness, chance)
             subjects = [self._subject(one, color, chance) for one, color in zip(shown, colors, strict=True)]
             captions.append(self.wording.composed(records[index].style, subjects, stacked, backdrop, chance))
             words[: len(colors), place] = torch.tensor(colors)
@@ -125,15 +132,15 @@ class Scenes:
 
     def _painted(self, index: int, chance: random.Random) -> int:
         """The place in WORDS of a subject's new color; -1 if it keeps its own."""
-        facts, label = self.sprites.facts, self.sprites.records[index].label
-        if not facts.paintable[index] or chance.random() >= self.mix.painted:
+        label = self.sprites.records[index].label
+        if not self._paintable[index] or chance.random() >= self.mix.painted:
             return -1
-        free = [word for word in range(len(WORDS)) if word != facts.word[index] and not is_held(label, WORDS[word])]
-        free = free if facts.cut[index] else [word for word in free if word != WHITE]
+        free = [word for word in range(len(WORDS)) if word != self._word[index] and not is_held(label, WORDS[word])]
+        free = free if self._cut[index] else [word for word in free if word != WHITE]
         return chance.choice(free)
 
     def _subject(self, index: int, color: int, chance: random.Random) -> str:
-        record, own = self.sprites.records[index], int(self.sprites.facts.word[index])
+        record, own = self.sprites.records[index], self._word[index]
         if color < 0 and own >= 0 and chance.random() < self.mix.named:
             color = -1 if is_held(record.label, WORDS[own]) or COLOR.search(record.subject) else own
         return named(record, None if color < 0 else WORDS[color], chance)
@@ -206,7 +213,7 @@ class Scenes:
             beyond = (grid.abs().amax(3) - 1)[:, None]  # how far outside the sprite a pixel is
             opacity = sampled[:, 3:] * (beyond <= 0)
             if height != width:
-                photo = self._on_device("photo", self.sprites.facts.photo)[layer.sprite][:, None, None, None]
+                photo = self._there.photo[layer.sprite][:, None, None, None]
                 small = F.interpolate(rgba[:, :3], size=(BLURRED_CELLS, BLURRED_CELLS), mode="area")
                 blurred = F.grid_sample(small, grid, padding_mode="border", align_corners=False)
                 colors = torch.lerp(colors, blurred, (beyond / FADE).clamp(0, 1) * photo)
@@ -214,19 +221,13 @@ class Scenes:
             canvas[:count] = torch.lerp(canvas[:count], colors, opacity)
         return canvas * 2 - 1
 
-    def _on_device(self, name: str, values: Tensor) -> Tensor:
-        known = self.__dict__.setdefault("_known", {})
-        if name not in known:
-            known[name] = values.to(self.sprites.device)
-        return known[name]
-
     def _recoloring(self, layer: Layer) -> tuple[Tensor, ...]:
-        seen = Look(**{name: self._on_device(name, values)[layer.sprite] for name, values in vars(self.sprites.facts.seen).items()})
+        seen = Look(**{name: values[layer.sprite] for name, values in vars(self._there.seen).items()})
         return tuple(vars(Recoloring.to_words(seen, layer.word)).values())
 
     def _grid(self, layer: Layer, size: tuple[int, int]) -> Tensor:
         """Returns the place in its sprite of every pixel of the canvas, [B, H, W, 2]."""
-        box = self._on_device("box", self.sprites.facts.box)[layer.sprite]
+        box = self._there.box[layer.sprite]
         center = (box[:, 2:] + box[:, :2]) / 2
         cosine, sine = layer.turn.cos() / layer.zoom, layer.turn.sin() / layer.zoom
         back = torch.stack([torch.stack([cosine * layer.mirror, sine * layer.mirror], 1), torch.stack([-sine, cosine], 1)], 1)  # [B, 2, 2]
@@ -240,12 +241,8 @@ def recolored(rgb: Tensor, source: Tensor, target: Tensor, chroma: Tensor, light
     return Recoloring(source, target, chroma, lightness, everywhere)(rgb)
 
 
-def backdrop_of(taken: set[int], seen: Look, shown: Sequence[int], colors: Sequence[int], chance: random.Random) -> tuple[str, Tensor]:
-    """A background's words and its OKLab colors at the top and the bottom; it differs from the subjects."""
-    subject = [
-        sum(COLORS[color].lightness) / 2 if color >= 0 else float(seen.lightness_of_all[one])
-        for color, one in zip(colors, shown, strict=True)
-    ]
+def backdrop_of(taken: set[int], subjects: Sequence[float], chance: random.Random) -> tuple[str, Tensor]:
+    """Words of a background and its OKLab colors at the top and the bottom, which differ from the colors and lightness of the subjects."""
     for _ in range(CLEAR):
         word, shade = chance.randrange(WHITE), chance.choice(tuple(SHADES))
         if word in taken or (shade and word in (BLACK, GRAY)):
@@ -253,7 +250,7 @@ def backdrop_of(taken: set[int], seen: Look, shown: Sequence[int], colors: Seque
         color, (shift, factor) = COLORS[word], SHADES[shade]
         lightness = min(0.95, max(0.12, chance.uniform(*color.lightness) + shift))
         chroma, hue = chance.uniform(*color.chroma) * factor, torch.tensor(color.hue).deg2rad()
-        if min(abs(lightness - one) for one in subject) < 0.12 and chroma < 0.12:
+        if min(abs(lightness - one) for one in subjects) < 0.12 and chroma < 0.12:
             continue
         step = chance.choice((0.0, 0.0, 0.06, -0.06))
         ends = torch.tensor(

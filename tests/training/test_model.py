@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,13 @@ from nextscale.models.rope import InterleavedRope
 from nextscale.models.text_context import TextContext
 from nextscale.pipeline import Pipeline, Settings
 from nextscale.sampling import Sampling
-from nextscale.schedules import InfinitySchedules
+from nextscale.schedules import InfinitySchedules, infinity_stages
 from nextscale.stage import Schedule, Stage
 from nextscale.text.prompts import TextReader
 from nextscale.text.words import SINGLE_PARTS, Vocabulary, WordEncoder, WordEncoderConfig, WordTextEncoder
 from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
 from training.data import Pictures
-from training.forcing import ForcedPass, forced_pyramid, stage_weights, stage_windows
+from training.forcing import BlockParts, ForcedPass, forced_block, forced_pyramid, stage_weights, stage_windows
 from training.model import train_model
 from training.model_settings import Batch, ModelTraining, Phase
 from training.model_trainer import ModelTrainer, initialise
@@ -196,6 +197,41 @@ def test_interrupted_training_ends_where_uninterrupted_training_does(tmp_path: P
     parts = run(tmp_path / "parts")
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, rtol=0, atol=0)
+
+
+def test_a_stretch_ends_early_and_the_next_goes_on(tmp_path: Path) -> None:
+    data = {SIDE: pictures()}
+    arguments = (SETTINGS, tiny_words(), tiny_tokenizer(), data, data, tmp_path, Budget(steps=5), CPU)
+    train_model(*arguments, stretch=1e-9)
+    first = json.loads((tmp_path / "metrics.json").read_text())
+    train_model(*arguments)
+    assert first["steps"] == 1 and json.loads((tmp_path / "metrics.json").read_text())["steps"] == 5
+    assert [json.loads(line)["step"] for line in (tmp_path / CURVE).read_text().splitlines()] == [1, 1, 5, 5]
+
+
+def test_one_compiled_graph_serves_all_lengths_and_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling for each of 15 aspect ratios would take longer than training. The compiler's own backend is left out here."""
+    graphs: list[object] = []
+
+    def count(graph: Any, _: object) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_with = partial(torch.compile, backend=count)
+    monkeypatch.setattr("training.forcing.torch.compile", compile_with)
+    torch._dynamo.reset()
+    model, words, parts = randomised(Infinity(TINY)), tiny_words(), BlockParts.compiled()
+    for template, stages, batch in ((1.0, 3, 4), (2.0, 4, 5), (0.5, 5, 3), (1.5, 3, 8)):
+        schedule = infinity_stages(template, stages)
+        rows, lengths = words(["a red square"] * batch).compact()
+        condition = model.read(rows, TextContext.of(lengths, CPU, 15))
+        seen = torch.randn(batch, schedule.tokens - 1, BITS)
+        plain, compiled = (
+            ForcedPass(model, schedule, stages, run_block).logits(seen, condition)
+            for run_block in (forced_block, partial(forced_block, parts=parts))
+        )
+        torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-4)
+    assert len(graphs) <= 6  # three parts, at most two of each
 
 
 def test_a_new_run_can_begin_with_weights(tmp_path: Path) -> None:
