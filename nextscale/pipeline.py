@@ -470,7 +470,9 @@ class Pipeline:
         device = choose_device(devices[0]) if devices else self.model.device
         dtype = choose_dtype(dtypes[0] if dtypes else self.model.dtype, device)
         if check_quantize(self.model.quantize, device, dtype) is not None and dtype != self.model.dtype:
-            raise SettingError(f"quantized weights keep their dtype, {self.model.dtype}; got {dtype}. Load the model again with dtype={dtype}.")
+            raise SettingError(
+                f"quantized weights keep their dtype, {self.model.dtype}; got {dtype}. Load the model again with dtype={dtype}."
+            )
         with self._lock(), self.loras.removed():
             place(self.model, device, dtype, self.model.float32)
             place(self.tokenizer, device, dtype, self.tokenizer.float32)

@@ -159,7 +159,7 @@ def show_comparison(found: Comparison) -> None:
     for row in ran:
         shares = [percent(row[name]) for name in ("cost_share", "kept")]
         psnr = "" if "psnr" not in row else "same" if row["psnr"] is None else f"{row['psnr']['value']:.1f} dB"
-        lpips = f"{row['lpips']['value']:.3f}" if "lpips" in row else ""
+        lpips = "{value:.3f} ({low:.3f} to {high:.3f})".format(**row["lpips"]) if "lpips" in row else ""
         seconds = f"{row['ms_per_image']['median'] / 1000:.3g}"
         table.add_row(escape(row["method"]), seconds, with_range(row["speedup"]), *shares, psnr, lpips)
     console.print(table)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -106,7 +107,7 @@ def generate(
     show_results(calls)
     chosen = "" if model.model == DEFAULT_MODEL else f" -m {model.model}"
     if method:
-        show_next(f"nextscale plan{chosen} --method {' + '.join(method)!r}  # MACs and memory per stage")
+        show_next(f"nextscale plan{chosen} --method {quote(' + '.join(method))}  # MACs and memory per stage")
     else:
         show_next(f"nextscale compare{chosen}  # speed and images of acceleration methods")
 

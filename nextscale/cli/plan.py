@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -70,7 +71,7 @@ def plan(
         typer.echo(json.dumps(facts, indent=2))
         return
     show(facts)
-    show_next(f"nextscale compare -m {model}{''.join(f' --method {one!r}' for one in method or ())}  # measured time and images")
+    show_next(f"nextscale compare -m {model}{''.join(f' --method {quote(one)}' for one in method or ())}  # measured time and images")
 
 
 def forecast(
@@ -190,4 +191,4 @@ def short(number: int) -> str:
 
 
 def gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"

@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ..errors import NextscaleError, SettingError
 from .parse import LOCAL
+from .show import IMPORTED
 
 USAGE_ERRORS: Any = typer.BadParameter.__bases__  # the parent of all usage errors has no public name that every version of typer knows
 RENAMED = {  # commands of earlier versions
@@ -189,7 +190,8 @@ def start(
     ] = None,
 ) -> None:
     """Generate images with next-scale models: VAR, FlexVAR, Infinity, HART and STAR."""
-    for file in files or ():
+    IMPORTED[:] = files or ()
+    for file in IMPORTED:
         from ..methods.registry import import_methods
 
         import_methods(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -40,9 +41,13 @@ def result_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=UNLIMITED_WIDTH)
 
 
+IMPORTED: list[Path] = []  # files of --import, which the next command needs too
+
+
 def show_next(command: str) -> None:
     """Prints the command that a user most likely wants next."""
-    result_console().print(f"Next: {command}", markup=False, soft_wrap=True)
+    words = "".join(f" --import {file}" for file in IMPORTED)
+    result_console().print(f"Next: {command.replace('nextscale ', f'nextscale{words} ', 1)}", markup=False, soft_wrap=True)
 
 
 def plain_table(*columns: str, left: Sequence[str] = (), folded: Sequence[str] = ()) -> Table:
