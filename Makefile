@@ -3,8 +3,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 INSTALLED_DEV := .venv/.installed-dev
 TORCH := $(shell grep '^torch==' constraints.txt)
-# Tests start some hundred interpreters, and pytest rewrites every assertion: with what it has written for later a worker starts in 6 s of
-# CPU time, without in 15.
+# Tests start many interpreters, and pytest rewrites assertions. With cached bytecode a worker starts in 6 s of CPU time, otherwise in 15 s.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test test-fast lint docs house demo clean fresh

@@ -34,7 +34,7 @@ PROJECT = Path(__file__).parents[2]
 SPEC = replace(tiny.var_spec(), weights=Source("lab/tiny", "tiny_var.pth"), tokenizer_weights=Source("lab/tokens", "tiny_vae.pth"))
 CONTENT = bytes(range(256)) * 200
 NOISE = b"not needed"
-GIVES_UP_AFTER = 12  # attempts that bring nothing new: those of the hub's package, and once more those
+GIVES_UP_AFTER = 12  # attempts without progress: all of the hub's package, twice
 
 
 def published(spec: ModelSpec, folder: Path) -> dict[str, dict[str, bytes]]:

@@ -106,7 +106,7 @@ def test_replays_need_nothing_that_others_overwrite(name: str, family: str, monk
     ("family", "beside"), [*((family, "alone") for family in tiny.KINDS), ("infinity", "scalekv"), ("infinity", "kv int8")]
 )
 def test_routes_need_nothing_that_others_overwrite(family: str, beside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routes are plain requests, whose captures are tested with every method above; here several are replayed in turns."""
+    """Routes are plain requests, whose captures are tested with every method above; here several are replayed alternately."""
     eager = tiny.shared_pipeline(family) if beside != "kv int8" else random_pipeline(tiny.SPECS[family], kv_dtype="int8")
     method = Combined((three_routes(eager, family, None, tmp_path), METHODS.get(beside, Method())))
     pool = play_pooled_graphs_on_the_cpu(monkeypatch)

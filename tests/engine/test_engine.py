@@ -274,7 +274,7 @@ def assert_replayed(pipe: Pipeline, eager: Pipeline, prompt: Any, seed: Any, **r
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("images", [1, 3])
 def test_a_capture_serves_other_prompts_and_negative_prompts(family: str, images: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts are longer and shorter than those of the capture, which are repeated at the end."""
+    """Prompts are longer and shorter than in the capture, whose prompts are repeated at the end."""
     play_graphs_on_the_cpu(monkeypatch)
     pipe, eager = with_graphs(family), shared_pipeline(family)
     pipe.warmup(prompts(family, images))

@@ -202,7 +202,7 @@ def test_add_bias_residual(shape: tuple[int, int, int, int], dtype: torch.dtype)
 @every_dtype
 @every_image
 def test_add_bias_residual_sums(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    """The sum is equal, and mean and scale are as accurate as those of a separate pass."""
+    """The sum is equal, and mean and scale are as accurate as a separate pass."""
     make = Maker("cuda", dtype)
     x, residual, bias, weight = make.image(*shape), make.image(*shape, mean=2.0), make.normal(shape[1]), make.normal(shape[1], mean=1.0)
     expected = kernels.add_bias_residual_(x.clone(), bias, residual, bias)
@@ -224,7 +224,7 @@ def test_upsample_nearest(shape: tuple[int, int, int, int], dtype: torch.dtype) 
 
 
 def test_images_of_more_than_two_to_the_31_elements() -> None:
-    """Offsets are 64-bit: the last rows equal those of a small image."""
+    """Offsets are 64-bit: the last rows equal a small image's."""
     if torch.cuda.mem_get_info()[0] < 40e9:
         pytest.skip("needs 40 GB")
     x = Maker("cuda", torch.bfloat16).image(1, 256, 6, 2048)

@@ -183,7 +183,7 @@ def test_what_leaves_the_gpu_is_refused() -> None:
 
 @formats
 def test_random_weights_never_lie_on_the_gpu_unquantized(format: Quantize) -> None:
-    """They equal those of a model that is quantized afterwards."""
+    """They equal the weights of a model that is quantized afterwards."""
     whole, whole_peak = random_and_peak(None)
     taken = sum(parameter.numel() * parameter.element_size() for parameter in whole.model.parameters())
     pipe, peak = random_and_peak(format)

@@ -23,7 +23,7 @@ HOST_READS = {f"aten::{name}" for name in ("_local_scalar_dense", "item", "is_no
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """What an operator takes or returns. Torch's own functions for such trees take most of the time of a capture here."""
+    """Returns the tensors in arguments or results of an operator. Torch's tree functions would take most of the time of a capture."""
     if isinstance(value, Tensor):
         return [value]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
@@ -115,11 +115,11 @@ def on_stream(stream: Stream) -> Iterator[None]:
 
 
 FEW_BUCKETS = (32, 24, 12, 4)
-"""Of 32: enough sizes to choose from, with tokens to pad in most. With all of them, stages this small have one for nearly every number."""
+"""Shares of 32: enough sizes to choose from, with padding in most. All shares would give such small stages a size for nearly every count."""
 
 
 def play_graphs_on_the_cpu(patch: pytest.MonkeyPatch, buckets: tuple[int, ...] = FEW_BUCKETS, timed: bool = False) -> None:
-    """Without `timed` new captures are not replayed to be timed, and replays count as faster than any eager request."""
+    """Emulates CUDA graphs on the CPU. Unless `timed`, captures are not timed, and replays count as faster than eager requests."""
     if not timed:
         patch.setattr(captures, "replay_seconds", lambda *_: 0.0)
     patch.setattr(variants, "BUCKETS", buckets)

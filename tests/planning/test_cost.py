@@ -279,7 +279,7 @@ def test_an_approximation_of_low_rank_is_put_together_from_all_directions(family
 
 @pytest.mark.parametrize("family", [family for family in tiny.FAMILIES if family not in LIKE_OTHERS])
 def test_all_of_sparsevar_but_its_search_for_anchors_is_counted(family: str) -> None:
-    """The search multiplies expected logits of all cells with those of the anchors, in reduced stages of every image.
+    """The search multiplies expected logits of all cells with the anchors' logits, in reduced stages of every image.
 
     Texts are equally long, because packed rows read shorter ones only up to their length, which is not counted.
     """

@@ -229,7 +229,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 @every_family
 @pytest.mark.parametrize("method", DATA_DEPENDENT.values(), ids=DATA_DEPENDENT)
 def test_what_runs_more_than_was_assumed_grows(family: str, method: Method, poisoned: None) -> None:
-    """The size is at least that of the reserved and computed tokens, at most that of dense generation; the images are equal bit for bit."""
+    """The size is between the reserved or computed tokens and dense generation; the images are equal bit for bit."""
     spec = reserved(family, method)
     settings = {"smooth": False} if family == "hart" else {}
     seen = generated(family, method, spec, **settings)
@@ -256,7 +256,7 @@ def test_growing_to_everything_takes_what_dense_generation_takes() -> None:
 
 
 def test_memory_is_reserved_for_all_cells() -> None:
-    """Independent of the number of kept cells; budgets reserve what they compute."""
+    """Independent of the number of kept cells; budgets reserve the tokens that they compute."""
     method = SparseVAR(first_stage=1)
     assert [stage.tokens for stage in reserved("var", method).stages] == [(count,) * 3 for count in (1, 4, 9, 16)]
 

@@ -81,7 +81,7 @@ def biases(channels: int, dtype: torch.dtype, count: int) -> Tensor:
 @every_dtype
 @pytest.mark.parametrize(("shape", "shifted"), [*zip(SHAPES, cycle((False, True)), strict=False), (SHAPES[-1], True)], ids=str)
 def test_the_kernel_is_group_norm_and_silu(shape: tuple[int, ...], dtype: torch.dtype, shifted: bool, interpreted: None) -> None:
-    """The error against float64 is at most twice torch's, and the layout is that of the input.
+    """The error against float64 is at most twice torch's, and the layout equals the input's.
 
     1e-6 is added, because a first pixel far from the mean costs some rounding of the variance.
     """
@@ -172,7 +172,7 @@ def test_bias_and_residual_in_one_pass(shape: tuple[int, ...], dtype: torch.dtyp
 
 @pytest.mark.parametrize(("shape", "dtype"), [*zip(SHAPES[1:], cycle(DTYPES), strict=False)], ids=str)  # one number has no variance
 def test_sums_that_are_collected_while_a_residual_is_added(shape: tuple[int, ...], dtype: torch.dtype, interpreted: None) -> None:
-    """The result equals the kernel without sums bit for bit; mean and scale equal those of a separate pass."""
+    """The result equals the kernel without sums bit for bit; mean and scale equal a separate pass."""
     x, residual, norm = channels_last(*shape, dtype=dtype), channels_last(*shape, dtype=dtype, mean=2.0), given_norm(shape[1], dtype)
     bias, residual_bias = biases(shape[1], dtype, 2)
     others = (bias, residual) if shape[0] == 1 else (bias, residual, residual_bias)
@@ -340,7 +340,7 @@ def test_a_norm_keeps_its_names_and_its_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_channels_last_changes_nothing_but_rounding(config: AutoencoderConfig, dtype: torch.dtype) -> None:
-    """Runs the layout of a GPU on the CPU; its error against float64 is similar to that of the usual layout."""
+    """Runs the layout of a GPU on the CPU; its error against float64 is similar to the usual layout's."""
     decoder, z = decoder_of(config, dtype), latent(config, 2, 4, 3)
     exact = copy.deepcopy(decoder).double().at_once(z.to(dtype).double())
     with torch.no_grad():
