@@ -115,7 +115,7 @@ def on_stream(stream: Stream) -> Iterator[None]:
 
 
 FEW_BUCKETS = (32, 24, 12, 4)
-"""Shares of 32: enough sizes to choose from, with padding in most. All shares would give such small stages a size for nearly every count."""
+"""Shares of 32: enough sizes, with padding in most. All shares would give such small stages a size for nearly every count."""
 
 
 def play_graphs_on_the_cpu(patch: pytest.MonkeyPatch, buckets: tuple[int, ...] = FEW_BUCKETS, timed: bool = False) -> None:
