@@ -313,7 +313,7 @@ def check_hooks(own: type, base: type) -> None:
 
 def forecast_of(method: Method, model: NextScaleModel, schedule: Schedule, guided: bool = True, kept: float = 1.0) -> Plans:
     """Returns the method's plans. Raises SettingError unless there is one for each stage."""
-    check_hooks(type(method), Method)
+    check_hooks(type(method), Method)  # type: ignore[arg-type]
     plans = method.forecast(model, schedule, guided, kept)
     if not isinstance(plans, tuple | list) or [type(plan) for plan in plans] != [StagePlan] * len(schedule):
         got = f"{len(plans)} values" if isinstance(plans, tuple | list) else type(plans).__name__
@@ -329,7 +329,7 @@ def run_of(method: Method, setup: RunSetup) -> MethodRun:
     run = method.start(setup)
     if not isinstance(run, MethodRun):
         raise SettingError(f"{type(method).__name__}.start must return a MethodRun; got {type(run).__name__}. End it with `return`.")
-    check_hooks(type(run), MethodRun)
+    check_hooks(type(run), MethodRun)  # type: ignore[arg-type]
     return run
 
 
