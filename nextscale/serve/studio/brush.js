@@ -19,12 +19,23 @@ function canvasOf({ width, height }) {
   return [canvas, canvas.getContext("2d")];
 }
 
+/** Stripes of two colors, which are seen on any picture. */
+function stripes(context, width) {
+  const side = Math.max(4, 2 * Math.round(width / 80));
+  const [tile, ink] = canvasOf({ width: side, height: side });
+  ink.fillStyle = "#fff";
+  ink.fillRect(0, 0, side, side);
+  ink.fillStyle = "#c2127f";
+  for (let row = 0; row < side; row++) for (const start of [row - side, row]) ink.fillRect(start, row, side / 2, 1);
+  return context.createPattern(tile, "repeat");
+}
+
 /** Paints the strokes: {points, size, erase}, {invert} or {clear}, one after the other. */
 function paint(context, place, picture, strokes) {
   const { x, y, scale, width, height } = place;
   context.clearRect(0, 0, width, height);
   context.lineCap = context.lineJoin = "round";
-  context.strokeStyle = context.fillStyle = "#e5484d";
+  context.strokeStyle = context.fillStyle = stripes(context, width);
   for (const { points, size, erase, invert, clear } of strokes) {
     context.globalCompositeOperation = invert ? "xor" : erase ? "destination-out" : "source-over";
     if (clear) context.clearRect(0, 0, width, height);

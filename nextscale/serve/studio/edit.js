@@ -128,7 +128,7 @@ export function EditView({ edit, settings, model, busy, pictures }) {
         <input type="range" id="from" min="-1" max=${stages - 1} value=${Math.min(from, stages - 1)} aria-valuetext=${from < 0 ? "automatic" : `stage ${from + 1}`} onInput=${(event) => setFrom(Number(event.target.value))} />
         <p class="soft">Early stages decide color and layout, late ones detail.</p>
       </div>
-      <p class="soft">${strokes.length || extended ? "What is red changes; everything else stays as it is, pixel by pixel." : "Paint over what should change, or drag an edge outward. Without either the whole picture changes."} The result has ${spelled(size)} pixels.</p>
+      <p class="soft">${strokes.length || extended ? "What is striped changes; everything else stays as it is, pixel by pixel." : "Paint over what should change, or drag an edge outward. Without either the whole picture changes."} The result has ${spelled(size)} pixels.</p>
       ${result?.final && html`<${Bars} report=${result.final.report} /><${Facts} report=${result.final.report} />`}
     </section>
   `;

@@ -1,5 +1,6 @@
 """Methods that the papers compare with. They register through the entry points "nextscale.methods" of this package."""
 
+from .aredit import aredit
 from .code import CoDe
 from .litevar import LiteVAR
 from .pitome import PiToMe
@@ -24,4 +25,5 @@ __all__ = [
     "StageVARVariants",
     "ToMe",
     "ZipVL",
+    "aredit",
 ]
