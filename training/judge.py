@@ -80,7 +80,7 @@ class Edition:
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt of which the rules judge the image: the color of a single subject, and that it is whole."""
+    """A prompt for a single subject in a color. Rules judge its image."""
 
     text: str
     word: int  # place of the color in WORDS
@@ -124,7 +124,7 @@ class Exam:
     counts: Counts
 
     def take(self, edition: Edition, device: torch.device) -> Scores:
-        """Generates everything that is asked for, and scores it."""
+        """Generates the images of all parts and scores them."""
         pipe, scores, begun = edition.load(device), Scores(), time.monotonic()
         stride = pipe.tokenizer.pixels_per_token
         smallest = min(self.pictures)
@@ -204,7 +204,7 @@ def generate(pipe: Pipeline, texts: Sequence[str], schedule: Schedule, edition: 
 
 
 def summary(exam: Exam, scores: Mapping[str, Scores]) -> dict[str, dict[str, dict[str, float]]]:
-    """Measure to edition to its interval; where there are two editions, "change" is the second one's against the first, in pairs."""
+    """Returns intervals by measure and edition. "change" compares the second edition with the first, image by image."""
     names = list(scores)
     rows: dict[str, dict[str, dict[str, float]]] = {}
     for measure, values in scores[names[0]].each.items():

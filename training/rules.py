@@ -14,7 +14,7 @@ from .colors import Look, look
 FOREIGN = 90 / 255  # sum over red, green and blue by which a pixel differs from the background
 STRIP = 64  # the shorter side is this many times as long as an edge strip is wide
 TOUCHED = 0.12  # share of foreign pixels in a strip from which the subject touches the frame
-LEAST_SUBJECT = 0.01  # share of the picture that is not background; below there is no subject
+LEAST_SUBJECT = 0.01  # share of the picture that is not background, below which nothing is shown
 
 
 def foreign(images: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Training pictures composed anew for every step: subjects recolored and placed whole, on canvases of any aspect ratio and color.
+"""Training pictures that are composed for every step: subjects recolored and placed whole, on canvases of any aspect ratio and color.
 
 The host decides what a batch shows and what its captions say; the device draws it.
 """

@@ -1,4 +1,4 @@
-"""Subjects cut from their white backgrounds, ready to be placed anywhere, with what is known of their colors."""
+"""Subjects cut from their white backgrounds, ready to be placed anywhere, and measurements of their colors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def spread(mask: Tensor, pixels: int = 1) -> Tensor:
 
 
 def background(distance: Tensor) -> Tensor:
-    """Marks what is white and connected to the frame, [B, 1, S, S]; `distance` is that of every pixel from white."""
+    """Marks what is white and connected to the frame, [B, 1, S, S]; `distance`: of every pixel from white."""
     side = distance.shape[-1]
     factor = max(1, side // COARSE)
     white = (F.max_pool2d(distance, factor) < WHITE).float()  # cells that are white as a whole, so that thin outlines hold
