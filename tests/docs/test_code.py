@@ -1,4 +1,4 @@
-"""Code of the pages runs, with a model of nano's sizes and fewer layers; blocks with a title say why they do not."""
+"""Code of the pages runs, with a model of nano's sizes and fewer layers; blocks with a title say why they do not, or name their file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def python_blocks(page: Path) -> list[tuple[str, str]]:
 
 
 def run_blocks(page: Path) -> list[tuple[str, str]]:
-    return [(language, code) for language, title, code in blocks(page) if not title]
+    return [(language, code) for language, title, code in blocks(page) if not title or title.endswith(".py")]
 
 
 RUN = [page for page in SITE if run_blocks(page)]
