@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer.main
 
+import nextscale
 from nextscale.cli import app
 from nextscale.cli.program import SHORT, arranged
 from tests.conftest import PROJECT
@@ -135,6 +136,11 @@ def test_environment_variables_are_listed() -> None:
         for name in re.findall(r"\"(NEXTSCALE_[A-Z]+)\"", file.read_text(encoding="utf-8"))
     }
     assert used and {name for name in used if f"`{name}`" not in page} == set()
+
+
+def test_public_names_are_on_the_page_of_the_api() -> None:
+    page = (PROJECT / "docs" / "reference" / "python.md").read_text()
+    assert {name for name in nextscale.__all__ if f"nextscale.{name}\n" not in page and f"`nextscale.{name}`" not in page} == set()
 
 
 def test_errors_are_listed() -> None:
