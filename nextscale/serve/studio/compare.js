@@ -10,6 +10,7 @@ import { DENSE } from "./speeds.js";
 import { Split } from "./split.js";
 
 const ROUNDS = 3; // timed, after a warm-up
+const SLACK = 1.1; // of a median beyond what the saved work explains
 const UNEVEN = 1 / 3; // difference of rounds above which the user is told
 
 const median = (sorted) => (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2;
@@ -22,7 +23,7 @@ function spread(rounds) {
   const ratios = sorted(rounds.map(([dense, other]) => dense.total_ms / other.total_ms));
   const [low, high] = [ratios[0], ratios.at(-1)];
   const [dense, other] = [0, 1].map((which) => ({ ...rounds[0][which], total_ms: typical(rounds, which) }));
-  const middle = speedup(dense, other) && median(ratios);
+  const middle = speedup(dense, other, SLACK) && median(ratios);
   return { middle, range: `${low.toFixed(2)} to ${high.toFixed(2)}`, uneven: !middle || high / low - 1 > UNEVEN };
 }
 

@@ -4,13 +4,11 @@ import { html } from "./html.js";
 /** Seconds with two or three digits that count. */
 export const seconds = (ms) => (ms < 9950 ? (ms / 1000).toFixed(ms < 995 ? 2 : 1) : (ms / 1000).toFixed(0));
 
-const SLACK = 1.1; // between a speedup and what the saved work explains
-
 /** Speedup of `other`; null if the saved work cannot explain it, so that the machine must have been busy with something else. */
-export function speedup(dense, other) {
+export function speedup(dense, other, slack = 1) {
   const times = dense.total_ms / other.total_ms;
   const alike = dense.batch === other.batch && dense.engine === other.engine;
-  return alike && times < SLACK / other.cost_share ? times : null;
+  return alike && times <= slack / other.cost_share ? times : null;
 }
 
 /** Likeness of an LPIPS distance. */
