@@ -42,6 +42,9 @@ class Paste:
         levels, weight = (torch.cat([getattr(one, name) for one in several]) for name in ("levels", "weight"))
         return cls(levels, weight, tuple(box for one in several for box in one.boxes))
 
+    def to(self, device: torch.device) -> Paste:
+        return Paste(self.levels.to(device), self.weight.to(device), self.boxes)
+
     def __call__(self, pixels: Tensor, rows: Sequence[int] | None = None) -> Tensor:
         """Returns pixels [B, 3, H, W] in [-1, 1]. rows: the images that `pixels` [B, 3, h, w] stand for; None: all of them."""
         rows = range(len(self.boxes)) if rows is None else rows

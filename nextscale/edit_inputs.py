@@ -108,13 +108,12 @@ class EditInputs:
     @torch.inference_mode()
     def encoded(self, tokenizer: Tokenizer, continuous: bool) -> Edit:
         """Encodes the images. continuous: the latent of the last stage is completed by a residual (HART)."""
-        schedule = self.schedule
-        features = tokenizer.features(from_levels(self.levels.to(tokenizer.device)))
-        codes = tokenizer.quantize(features, schedule)
-        mask = self.mask.to(tokenizer.device)
+        schedule, device = self.schedule, tokenizer.device
+        features = tokenizer.features(from_levels(self.levels.to(device)))
+        codes, mask = tokenizer.quantize(features, schedule), self.mask.to(device)
         cells, gate = tuple(touched(mask, stage.size) for stage in schedule), touched(mask, tokenizer.map_size(schedule[-1]))
-        first = torch.tensor(self.from_stage, device=tokenizer.device)
-        return Edit(tuple(codes), cells, gate, first, (features,) if continuous else (), self.paste)
+        first, paste = torch.tensor(self.from_stage, device=device), self.paste and self.paste.to(device)
+        return Edit(tuple(codes), cells, gate, first, (features,) if continuous else (), paste)
 
 
 # --- reading
