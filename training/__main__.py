@@ -66,7 +66,7 @@ SETTING = "A setting, such as learning_rate=1e-3 or model.depth=12; can be repea
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a run learns from, for how long, and where its results go."""
+    """Data, length and output folder of a run."""
 
     data: Data
     held_out: Annotated[list[Path], typer.Option("--held-out", metavar="SHARD", help="A shard to measure on; can be repeated.")]

@@ -44,7 +44,7 @@ class Pictures:
         return Pictures(self.pixels.to(device), self.records)
 
     def batch(self, indices: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Pictures in [-1, 1], float32; a generator zooms half of them, shifts all a little and mirrors some."""
+        """Returns pictures in [-1, 1], float32. With a generator, half are zoomed, all are shifted and some are mirrored."""
         images = from_levels(self.pixels[indices])
         return images if generator is None else self._varied(images, self.mirrors[indices], generator)
 
@@ -61,7 +61,7 @@ class Pictures:
 
 
 def read_pictures(shards: Sequence[Path], sides: Sequence[int]) -> dict[int, Pictures]:
-    """All pictures of some shards, by side."""
+    """Returns all pictures of the shards by side."""
     records: list[Record] = []
     files: list[bytes] = []
     for shard in shards:
@@ -81,7 +81,7 @@ def decoded(records: Sequence[Record], files: Sequence[bytes], sides: Sequence[i
         try:
             image = on_white(Image.open(io.BytesIO(files[position])))
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise PromptError(f"{records[position].file} is no picture that Pillow can read: {error}") from error
+            raise PromptError(f"{records[position].file} must be a picture that Pillow can read: {error}") from error
         if image.width != image.height:
             raise PromptError(f"{records[position].file} has {image.width}x{image.height} pixels; expected a square picture")
         for side, target in pixels.items():
@@ -94,13 +94,13 @@ def decoded(records: Sequence[Record], files: Sequence[bytes], sides: Sequence[i
 
 
 def on_white(image: Image.Image) -> Image.Image:
-    """The image as RGB; what is transparent becomes white."""
+    """Returns the image as RGB on a white background."""
     if image.has_transparency_data:
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image.convert("RGB")
 
 
 def fingerprint(sets: Mapping[int, Pictures]) -> str:
-    """A hash of the pictures that a run learns from: their names and captions in their order, and the sides."""
+    """Returns a hash of training pictures: names and captions in order, and sides."""
     known = {side: [(record.file, record.caption) for record in pictures.records] for side, pictures in sorted(sets.items())}
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]

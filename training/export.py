@@ -23,7 +23,7 @@ MOST_BYTES = 40_000_000  # all files together: everyone who installs the package
 def write_bundle(
     model: Infinity, tokenizer: InfinityTokenizer, words: WordTextEncoder, folder: str | Path, dtype: torch.dtype = torch.float16
 ) -> int:
-    """Writes model, tokenizer and word encoder under the names that the presets expect; returns their bytes.
+    """Writes model, tokenizer and word encoder under the names of the presets. Returns their size in bytes.
 
     All three replace older ones at the end, once they are written, small enough and finite in `dtype`.
     """
@@ -51,4 +51,4 @@ def write_bundle(
 def require_finite(module: nn.Module, part: str, dtype: torch.dtype) -> None:
     bad = [name for name, tensor in module.state_dict().items() if not tensor.to(dtype).isfinite().all()]
     if bad:
-        raise CheckpointError(f"the {part} has values that are not finite as {dtype}: {', '.join(bad[:4])}. Nothing was written")
+        raise CheckpointError(f"the {part} has values that are not finite as {dtype}: {', '.join(bad[:4])}. No file was written")

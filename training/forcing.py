@@ -1,4 +1,4 @@
-"""Teacher forcing: a picture's whole pyramid in one pass, in which every stage sees the ones before it."""
+"""Teacher forcing: the whole pyramid of an image in one pass. Each stage attends to the stages before it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MASK_MULTIPLE = 8
 
 @dataclass(frozen=True)
 class Pyramid:
-    """What the model reads and the bits that it should predict, all stages concatenated."""
+    """Inputs of the model and target bits, with all stages concatenated."""
 
     seen: Tensor  # [B, tokens - 1, bits]: the canvas before every stage but the first
     bits: Tensor  # [B, tokens, bits], bool
@@ -35,7 +35,7 @@ class Pyramid:
 def forced_pyramid(
     tokenizer: InfinityTokenizer, features: Tensor, schedule: Schedule, stages: int, most_flips: float, generator: torch.Generator
 ) -> Pyramid:
-    """The bits of encoder features [B, bits, h, w] for the first `stages` of a schedule.
+    """Returns the bits of encoder features [B, bits, h, w] for the first `stages` of a schedule.
 
     Bitwise self-correction: a random share of every picture's bits, up to `most_flips`, is flipped on the canvas, and the bits of later
     stages correct it, as they must when the model errs.
@@ -65,7 +65,7 @@ class Window:
 
 
 def stage_windows(stages: Sequence[Stage], device: torch.device) -> tuple[Window, ...]:
-    """Block-causal attention as a few plain calls: every large stage sees a prefix of the sequence, which needs no mask."""
+    """Splits block-causal attention into a few calls. A large stage attends to a prefix of the sequence, which needs no mask."""
     joined = stages[:JOINED_STAGES]
     alone = [Window(stage.start, stage.start + stage.cells, None) for stage in stages[len(joined) :]]
     if not joined:
@@ -81,7 +81,7 @@ def stage_windows(stages: Sequence[Stage], device: torch.device) -> tuple[Window
 def before_attention(
     block: Block, x: Tensor, modulation: Modulation, logit_scale: Tensor | None, cosines: Tensor, sines: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values; cosines, sines: [tokens, 1, 1, head_dim / 2]."""
+    """Returns queries, keys and values. cosines, sines: [tokens, 1, 1, head_dim / 2]."""
 
     def turn(qk: Tensor) -> Tensor:
         first, second = qk.unflatten(-1, (-1, 2)).unbind(-1)
@@ -93,7 +93,7 @@ def before_attention(
 
 
 def after_attention(block: Block, x: Tensor, attended: Tensor, modulation: Modulation) -> tuple[Tensor, Tensor]:
-    """What attention adds, and the queries to the text."""
+    """Adds the output of self-attention. Returns the sum and the queries of cross-attention."""
     x = torch.addcmul(x, modulation.attention_gate, block.attention.proj(attended))
     return x, block.text_attention.q(block.text_norm(x)).unflatten(-1, (block.text_attention.heads, -1))
 
@@ -105,8 +105,8 @@ def after_text(block: Block, x: Tensor, attended: Tensor, modulation: Modulation
 
 
 class BlockParts(NamedTuple):
-    """A block without its attention calls. Compiled, one graph serves all blocks, batches and aspect ratios: nothing in it has a fixed
-    number of tokens."""
+    """A block without its attention calls. No part has a fixed number of tokens, so one compiled graph serves all blocks, batches
+    and aspect ratios."""
 
     before_attention: Callable[..., tuple[Tensor, Tensor, Tensor]] = before_attention
     after_attention: Callable[..., tuple[Tensor, Tensor]] = after_attention
@@ -143,13 +143,14 @@ def forced_block(
 
 
 def stage_weights(stages: Sequence[Stage]) -> Tensor:
-    """Weight of each stage's mean loss, [stages]: its side, so that neither the few coarse tokens nor the many fine ones rule alone."""
+    """Returns the weights of the mean losses of the stages, [stages]. They are proportional to the side of the stage: a compromise between
+    equal stages and equal tokens."""
     sides = torch.tensor([math.sqrt(stage.cells) for stage in stages])
     return sides / sides.sum()
 
 
 class ForcedPass:
-    """An Infinity over the first stages of a schedule at once; computes what the stage loop computes one after another."""
+    """Runs Infinity on the first stages of a schedule at once. Computes the same as the stage loop."""
 
     def __init__(self, model: Infinity, schedule: Schedule, stages: int, run_block: Callable[..., Tensor] = forced_block) -> None:
         self.model, self.run_block = model, run_block
@@ -161,7 +162,7 @@ class ForcedPass:
         self.levels = torch.cat([torch.full((stage.cells,), stage.index, device=model.device) for stage in self.stages])
 
     def logits(self, seen: Tensor, condition: Conditioning) -> Tensor:
-        """Log-odds of every bit, [B, tokens, bits], in float32."""
+        """Returns the log-odds of every bit, [B, tokens, bits], in float32."""
         model = self.model
         x = torch.cat([condition.start, model.word_embed(seen.to(model.dtype))], dim=1) + model.level_embed(self.levels)
         assert condition.text is not None and condition.head is not None
@@ -175,7 +176,7 @@ class ForcedPass:
         return one - zero
 
     def bit_losses(self, pyramid: Pyramid, condition: Conditioning) -> tuple[Tensor, Tensor]:
-        """Mean cross-entropy per bit and share of right bits, of every stage: [stages] each."""
+        """Returns mean cross-entropy per bit and bit accuracy of every stage, [stages] each."""
         logits = self.logits(pyramid.seen, condition)
         losses = F.binary_cross_entropy_with_logits(logits, pyramid.bits.float(), reduction="none")
         right = ((logits.detach() > 0) == pyramid.bits).float()

@@ -74,7 +74,7 @@ class Edition:
             places = {"weights": MODEL, "tokenizer": TOKENIZER, "text_encoder": WORD_FILE}
             files = {part: self.folder / file for part, file in places.items() if (self.folder / file).is_file()}
             if "weights" not in files:
-                raise SettingError(f"{self.folder} has no {MODEL}: expected what `python -m training model` wrote")
+                raise SettingError(f"{self.folder} has no {MODEL}: expected an output folder of `python -m training model`")
         return nextscale.load("nano", device=device, engine="eager", **files)
 
 

@@ -119,7 +119,7 @@ class Adapters(nn.Module):
         return [parameter for module in self.each for parameter in (module.down, module.up)]
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Returns what was trained, without the base's weights."""
+        """Returns the trained factors without the base weights."""
         return {name: value for name, value in super().state_dict(*arguments, **options).items() if ".base." not in name}
 
     def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -211,7 +211,7 @@ class LoraTrainer:
         return KEPT_FLOATS * schedule.tokens * config.dim * config.depth * self.settings.at_once * self.model.dtype.itemsize
 
     def step(self, step: int, buckets: Sequence[Bucket], optimizer: torch.optim.Optimizer) -> dict[str, Tensor | float]:
-        """Makes one step; `step` counts those before it. Nothing but the step decides what is drawn, so that a resumed run is the same."""
+        """Makes one step. Random numbers depend only on `step`, so a resumed run equals an uninterrupted one."""
         settings = self.settings
         host = torch.Generator().manual_seed(settings.seed + 1_000_003 * step)
         self._generator.manual_seed(settings.seed + step)

@@ -43,7 +43,7 @@ def train_model(
     start: Path | None = None,
     stretch: float = math.inf,
 ) -> None:
-    """Leaves the averaged weights, held-out losses and a sheet of samples in `folder`; an interrupted run is resumed.
+    """Trains a model. Writes averaged weights, held-out losses and a sheet of samples to `folder`. Resumes an interrupted run.
 
     train, held_out: the pictures by side, the same ones in the same order at every side. start: weights to begin a new run with; a run
     that is resumed has its own. stretch: seconds after which this session ends; the next one goes on.
@@ -56,7 +56,7 @@ def train_model(
         torch.set_float32_matmul_precision("high")
     trainer = ModelTrainer(settings, words, tokenizer, device, start)
     run = Run(folder, budget, trainer.modules, trainer.optimizers.all, identity(settings, words, tokenizer, train), stretch=stretch)
-    trainer.weights.publish()  # what a resumed state has brought
+    trainer.weights.publish()  # of a resumed state
     scenes = Scenes(Sprites(train, device), settings.mix, settings.compile)
     prompts = [record.caption for record in held_out[smallest].records]
     prompts = prompts[:: max(1, len(prompts) // SAMPLES)][:SAMPLES]
@@ -74,7 +74,7 @@ def train_model(
 
 
 def check_captions(settings: ModelTraining, words: WordTextEncoder, *several: Pictures) -> None:
-    """Raises SettingError where the caption of a picture is longer than what the model reads."""
+    """Raises SettingError if a caption has more tokens than the model reads."""
     for pictures in several:
         longest = words.tokenize([record.caption for record in pictures.records])[0].shape[1] + 1
         if longest > settings.model.longest_text:
@@ -86,7 +86,7 @@ def check_captions(settings: ModelTraining, words: WordTextEncoder, *several: Pi
 def identity(
     settings: ModelTraining, words: WordTextEncoder, tokenizer: InfinityTokenizer, train: Mapping[int, Pictures]
 ) -> dict[str, Any]:
-    """What a run has to have in common with the one that it resumes."""
+    """Returns the settings and inputs that must be equal to resume a run."""
     return {
         **lasting(settings),
         "pictures": fingerprint(train),
@@ -96,7 +96,7 @@ def identity(
 
 
 def weights_fingerprint(module: nn.Module) -> str:
-    """A hash of all weights."""
+    """Returns a hash of all weights."""
     found = hashlib.sha256()
     for tensor in module.state_dict().values():
         found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
@@ -108,7 +108,7 @@ def sheet_name(side: int) -> str:
 
 
 def samples(pipeline: Pipeline, prompts: list[str], side: int, columns: int = SAMPLE_COLUMNS, seed: int = 0) -> Image.Image:
-    """Images of these prompts on one sheet."""
+    """Returns the images of the prompts on one sheet."""
     images = to_pil(pipeline(prompts, seed=seed, size=square_schedule(side, pipeline.tokenizer.pixels_per_token)).pixels)
     sheet = Image.new("RGB", (columns * side, math.ceil(len(images) / columns) * side), "white")
     for position, image in enumerate(images):

@@ -1,4 +1,4 @@
-"""How the transformer is trained, and checks that its parts fit together."""
+"""Training settings of the transformer, and checks that its parts fit together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .tokenizer_settings import square_schedule
 
 @dataclass(frozen=True)
 class Batch:
-    """What one step learns from: a number of pictures of one side, up to a stage."""
+    """Batch of one step: a number of pictures of one side, up to a stage."""
 
     side: int
     stages: int
@@ -30,14 +30,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Phase:
-    """A share of the run in which the steps take turns among some kinds of batches."""
+    """Part of a run in which steps cycle through some kinds of batches."""
 
     share: float
     batches: tuple[Batch, ...]
 
     @classmethod
     def of(cls, given: Phase | Sequence[Any]) -> Phase:
-        """A phase, also from plain numbers: [share, [[side, stages, pictures], ...]]."""
+        """Returns a phase. Also takes plain numbers: [share, [[side, stages, pictures], ...]]."""
         if isinstance(given, Phase):
             return given
         expected = SettingError(f"phase {given!r}: expected [share, [[side, stages, pictures], ...]], the last three whole numbers")
@@ -53,11 +53,11 @@ class Phase:
 
 @dataclass(frozen=True)
 class ModelTraining:
-    """What is trained and how. The knobs that matter: phases, learning_rate and the length of the run.
+    """Model and training settings. The most important ones are phases, learning_rate and the length of the run.
 
-    Phases go from coarse to fine, as Infinity itself was trained: the first stages decide what is shown and cost a fifth of the rest.
+    Phases go from coarse to fine, as in Infinity's own training: the first stages decide the content and cost a fifth of the others.
     flips: the largest share of bits that are flipped (bitwise self-correction). no_prompt: share of pictures without their prompt, which
-    guidance needs. mix: what the pictures are like.
+    guidance needs. mix: shares of composed pictures.
     """
 
     model: InfinityConfig = NANO_MODEL
@@ -96,7 +96,7 @@ class ModelTraining:
 
     @property
     def sides(self) -> list[int]:
-        """Sides of the pictures that the phases take, from small to large."""
+        """Returns the sides of the pictures in all phases, from small to large."""
         return sorted({batch.side for phase in self.phases for batch in phase.batches})
 
     def batch_at(self, progress: float, step: int) -> Batch:
@@ -106,7 +106,7 @@ class ModelTraining:
 
 
 def check_model(config: InfinityConfig) -> None:
-    """Raises SettingError unless this can be built and trained."""
+    """Raises SettingError for sizes that no model can have."""
     numbers = {name: value for name, value in asdict(config).items() if type(value) is int}
     if low := [name for name, value in numbers.items() if value < 1]:
         raise SettingError(f"model.{low[0]} is {numbers[low[0]]}; expected at least 1")
@@ -138,7 +138,7 @@ def check_parts(model: InfinityConfig, tokenizer: InfinityTokenizer, words: Word
 
 
 def check_training(settings: ModelTraining, tokenizer: InfinityTokenizer, words: WordTextEncoder) -> None:
-    """Checks everything that can be known before pictures are read."""
+    """Checks all settings that do not depend on the pictures."""
     check_parts(settings.model, tokenizer, words)
     for batch in (batch for phase in settings.phases for batch in phase.batches):
         stages = len(square_schedule(batch.side, tokenizer.pixels_per_token))
@@ -149,7 +149,7 @@ def check_training(settings: ModelTraining, tokenizer: InfinityTokenizer, words:
 
 
 def check_pictures(settings: ModelTraining, train: Mapping[int, Pictures], held_out: Mapping[int, Pictures]) -> None:
-    """Raises SettingError unless there are the same pictures at every side that the phases take."""
+    """Raises SettingError unless every side of the phases has the same pictures."""
     for what, sets in (("training", train), ("held-out", held_out)):
         if sorted(sets) != settings.sides:
             raise SettingError(f"{what} pictures of sides {sorted(sets)}: the phases take {settings.sides}, expected just these")

@@ -1,4 +1,4 @@
-"""The bitwise next-scale transformer and its word encoder while they are trained: weights, averages, optimizers, one step."""
+"""Training state of the transformer and its word encoder: weights, averages, optimizers, and one step."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ FIRST_TEMPERATURE = 4.0
 SPREAD = 0.02  # standard deviation of random weights
 
 
-def initialise(model: Infinity) -> None:
-    """Small random weights; every sublayer begins as a small correction to its input."""
+def initialize(model: Infinity) -> None:
+    """Fills a model with small random weights. Each sublayer begins as a small correction to its input."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=1 / math.sqrt(module.in_features))
@@ -61,7 +61,7 @@ def initialise(model: Infinity) -> None:
 
 
 class ModelTrainer:
-    """The transformer and the word encoder with everything that changes while they are trained."""
+    """The transformer and the word encoder with their training state."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ModelTrainer:
         self.words = words.to(device)
         model = Infinity(settings.model)
         if start is None:
-            initialise(model)
+            initialize(model)
         else:
             load_module(model, start, device, torch.float32)
             model.requires_grad_(True)
@@ -97,7 +97,7 @@ class ModelTrainer:
         self._generator = torch.Generator(device)
 
     def _parameters(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """The matrices inside the blocks, which Muon trains, and everything else."""
+        """Returns the matrices of the blocks, which Muon trains, and all other parameters."""
         matrices = [
             parameter
             for parts in (self.model.blocks, self.words.model.layers)
@@ -116,19 +116,18 @@ class ModelTrainer:
 
     @torch.no_grad()
     def features(self, images: Tensor) -> Tensor:
-        """Encoder features [B, bits, h, w] of pictures [B, 3, H, W] in [-1, 1]."""
+        """Returns encoder features [B, bits, h, w] of pictures [B, 3, H, W] in [-1, 1]."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             return self.tokenizer.features(images.contiguous(memory_format=torch.channels_last))
 
     def read(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Returns ids [B, T], T always the same, and lengths [B] of captions, on the host. Those of pictures were checked; the end of a
-        composed one that is longer is cut off."""
+        """Returns ids [B, T] and lengths [B] of captions, on the host. T is constant. Composed captions that are longer are truncated."""
         longest = min(self.settings.model.longest_text, self.words.model.config.longest) - 1
         rows = [self.words.vocabulary.split(caption)[:longest] for caption in captions]
         return torch.tensor([row + [0] * (longest - len(row)) for row in rows]), torch.tensor([len(row) for row in rows])
 
     def condition(self, ids: Tensor, lengths: Tensor, model: Infinity, words: WordEncoder, dropped: Tensor | None) -> Conditioning:
-        """What the model reads of captions, ids [B, T] and lengths [B].
+        """Returns the conditioning of captions, ids [B, T] and lengths [B].
 
         Where `dropped` [B] is True the learned "no text" takes the place of the caption.
         """
@@ -142,7 +141,7 @@ class ModelTrainer:
         return model.read(rows, TextContext.of(tuple((1 + lengths).tolist()), self.device, len(places)))
 
     def step(self, progress: float, step: int, scenes: Scenes) -> dict[str, Tensor | float]:
-        """One step; `step` counts those before it. Returns what the curve shows; nothing is read back from the device."""
+        """Makes one step. Returns values for the curve without waiting for the device. step: number of steps so far."""
         settings, batch = self.settings, self.settings.batch_at(progress, step)
         seed = settings.seed + 1_000_003 * step
         self._generator.manual_seed(seed)
@@ -167,13 +166,13 @@ class ModelTrainer:
         return about | {f"loss_{kind}": loss.detach(), f"stages_{kind}": losses.detach(), f"accuracy_{kind}": right}
 
     def _template(self, chance: random.Random) -> float:
-        """An aspect ratio: the square as often as the mix says, the others alike."""
+        """Draws an aspect ratio: the square with the share of the mix, all others with equal shares."""
         others = [template for template in INFINITY_SIZES if template != 1.0]
         return 1.0 if chance.random() < self.settings.mix.squares else chance.choice(others)
 
     @torch.inference_mode()
     def evaluate(self, pictures: Mapping[int, Pictures]) -> dict[str, dict[str, list[float]]]:
-        """Held-out loss per bit and share of right bits of every stage, without flips, by the averaged weights: side -> stages."""
+        """Returns held-out loss per bit and bit accuracy of the averaged weights, without flips, by side and stage."""
         found = {str(side): self._held_out(of_side) for side, of_side in pictures.items()}
         return {name: {side: values[place] for side, values in found.items()} for place, name in enumerate(("loss", "accuracy"))}
 
@@ -192,12 +191,12 @@ class ModelTrainer:
         return [round(value, 4) for value in losses], [round(value, 4) for value in right]
 
     def pipeline(self) -> Pipeline:
-        """Generates with the averaged weights."""
+        """Returns a pipeline with the averaged weights."""
         words = WordTextEncoder(self.words.vocabulary, self.average_words.module)
         settings = replace(NANO.settings, schedules=InfinitySchedules("0.06M", self.tokenizer.pixels_per_token))
         return Pipeline(self.average.module, self.tokenizer, TextReader(lambda: words), settings, "in training")
 
     def save(self, folder: Path, dtype: torch.dtype = torch.float16) -> None:
-        """Writes the averaged weights in the form that `nextscale.load` reads."""
+        """Writes the averaged weights as `nextscale.load` reads them."""
         write_weights(self.average.module, folder / WEIGHTS, self.model.layout, dtype)
         WordTextEncoder(self.words.vocabulary, self.average_words.module).save(folder / WORDS, dtype)

@@ -1,4 +1,4 @@
-"""Optimizers, and float32 weights behind a network that computes in half precision."""
+"""Optimizers, and float32 master weights of a network that computes in half precision."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Optimizers:
         }
 
     def step(self, rate: float, longest_gradient: float) -> Tensor:
-        """One step; returns the norm of the gradient before clipping."""
+        """Makes one step. Returns the norm of the gradient before clipping."""
         norm = nn.utils.clip_grad_norm_([*self.matrices, *self.others], longest_gradient)
         for optimizer in self.all.values():
             set_learning_rate(optimizer, rate)
@@ -46,7 +46,7 @@ class Optimizers:
 
 
 class MasterWeights(Generic[M]):
-    """`module` is what is optimised and saved, in float32; `working` is its copy in another type, which computes the gradients.
+    """Float32 weights (`module`), which are optimized and saved, and a copy in another dtype (`working`), which computes gradients.
 
     Parameters whose name starts with one of `float32` keep full precision in the copy as well, as they do in generation.
     """
@@ -60,12 +60,12 @@ class MasterWeights(Generic[M]):
         self._theirs: list[Tensor] = list(self.working.parameters())
 
     def take_gradients(self) -> None:
-        """Moves gradients from the copy to the weights."""
+        """Moves gradients from the working copy to the weights."""
         for ours, theirs in zip(self._ours, self._theirs, strict=True):
             ours.grad = None if theirs.grad is None else theirs.grad.float()
             theirs.grad = None
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copies the weights to the copy."""
+        """Copies the weights to the working copy."""
         torch._foreach_copy_(self._theirs, self._ours)

@@ -1,4 +1,4 @@
-"""Captions of training shards, with what is known of their images."""
+"""Captions of training shards, with metadata of their images."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ LEAST_SUBJECT = 0.01  # share of the picture that is not background, below which
 
 
 def foreign(images: Tensor) -> Tensor:
-    """Marks what is not background in images [B, 3, H, W] in [0, 1]: [B, H, W]. The background runs evenly between the four corners."""
+    """Marks the foreground of images [B, 3, H, W] in [0, 1]: [B, H, W]. The background is interpolated between the four corners."""
     corner = max(1, min(images.shape[2:]) // 32)
     rows, columns = (slice(0, corner), slice(-corner, None)), (slice(0, corner), slice(-corner, None))
     patches = [images[:, :, row, column].flatten(2).median(2).values for row in rows for column in columns]

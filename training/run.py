@@ -1,4 +1,4 @@
-"""What every training run needs: a budget of steps or seconds, a state that can be resumed, averaged weights, a curve."""
+"""Parts of every training run: budget, state to resume from, averaged weights and loss curve."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class CurveError(NextscaleError):
-    """A curve that is not there or not readable."""
+    """The curve of a run is missing or damaged."""
 
 
 class Diverged(NextscaleError):
-    """The loss or the gradient of a run is not finite any more."""
+    """The loss or the gradient of a run is not finite."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """When a run ends: after a number of steps, or of seconds of training, those of earlier sessions included."""
+    """Length of a run in steps, or in seconds of training. Both count over all resumed parts of the run."""
 
     steps: int | None = None
     seconds: float | None = None
@@ -47,12 +47,12 @@ class Budget:
             raise SettingError(f"a budget is a number of steps or of seconds, one of them and above 0; got {self}")
 
     def progress(self, steps: int, seconds: float) -> float:
-        """Share of the budget that is spent."""
+        """Returns the used share of the budget."""
         return steps / self.steps if self.steps is not None else seconds / (self.seconds or 1)
 
 
 class Run:
-    """Counts, saves and resumes. Everything that must survive an interruption is named in `modules` and `optimizers`.
+    """Counts steps, and saves and resumes the state of `modules` and `optimizers`.
 
     State and curve live in `folder`; a run with other settings than the folder's is refused. Steps after the last state are made again,
     so their lines leave the curve. stretch: seconds of training after which this session ends, also before the budget does.
@@ -87,7 +87,7 @@ class Run:
         return self.budget.progress(self.step, self.seconds)
 
     def steps(self) -> Iterator[float]:
-        """Yields the share of the budget that is spent before each step; saves now and then, and at the end."""
+        """Yields the used share of the budget before each step. Saves every `save_every` seconds and at the end."""
         begun = saved = time.monotonic()
         before = self.seconds
         while self.progress < 1 and self.seconds - before < self.stretch:
@@ -101,34 +101,33 @@ class Run:
         self.save()
 
     def log(self, values: Mapping[str, Value]) -> None:
-        """Notes the numbers of the current step, or rows of them. Averages over `log_every` steps go to the curve; the device is read
-        only then."""
+        """Logs values of the current step. Every `log_every` steps their means are read from the device and written to the curve."""
         self._waiting.append({name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()})
         if (self.step + 1) % self.log_every == 0:
             self._flush(self.step + 1)
 
     def _flush(self, step: int) -> None:
-        """Writes what is waiting to the curve. `step`: the number of steps that are made."""
+        """Writes pending values to the curve. step: number of completed steps."""
         if not self._waiting:
             return
         line = {name: mean([values[name] for values in self._waiting if name in values]) for name in dict.fromkeys(chain(*self._waiting))}
         self._waiting.clear()
         if broken := [name for name, value in line.items() if not all(map(math.isfinite, value if isinstance(value, list) else [value]))]:
             raise Diverged(
-                f"step {step}: {', '.join(broken)} not finite. {self.folder} keeps the last state before; begin anew with a lower "
+                f"step {step}: {', '.join(broken)} not finite. {self.folder} keeps the last state before; start again with a lower "
                 "learning_rate, in another folder"
             )
         self.note({"step": step, "seconds": round(self.seconds, 1), **line})
 
     def note(self, line: Mapping[str, Any]) -> None:
-        """Appends one line to the curve, and prints it."""
+        """Appends a line to the curve and prints it."""
         with (self.folder / CURVE).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         shown = (f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in line.items())
         print("  ".join(shown), flush=True)
 
     def finish(self, results: Mapping[str, Any]) -> None:
-        """Writes held-out results: a line of the curve, and the file metrics.json."""
+        """Writes held-out results to the curve and to metrics.json."""
         self.note({"step": self.step, "held_out": results})
         metrics = {"steps": self.step, "seconds": round(self.seconds, 1), **results}
         write_text(json.dumps(metrics, indent=2) + "\n", self.folder / METRICS)
@@ -152,7 +151,7 @@ class Run:
             state = torch.load(path, weights_only=True, map_location="cpu")
             theirs = json.loads(state["settings"])
         except Exception as error:  # a damaged zip file, pickle or tensor: torch raises many kinds
-            raise CheckpointError(f"{path} cannot be read ({error}). Remove it to begin anew") from error
+            raise CheckpointError(f"{path} cannot be read ({error}). Remove it to start again") from error
         if theirs != self.settings:
             differing = sorted(name for name in {*theirs, *self.settings} if theirs.get(name) != self.settings.get(name))
             raise SettingError(
@@ -166,7 +165,7 @@ class Run:
         self.step, self.seconds = state["step"], state["seconds"]
 
     def _kept_lines(self) -> list[dict[str, Any]]:
-        """Lines of the curve up to the state. Results of a run that is over are about to be found again."""
+        """Returns the lines of the curve up to the saved state. Results of a finished run are left out, because they are computed again."""
         path = self.folder / CURVE
         lines = read_lines(path) if self.step and path.exists() else []
         over = self.progress >= 1
@@ -182,7 +181,7 @@ def memory_errors(advice: str) -> Iterator[None]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Lines of a curve. The last one may have been cut off by an interruption; it is left out."""
+    """Reads the lines of a curve, without an unfinished last line."""
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
     except (OSError, ValueError) as error:
@@ -198,7 +197,7 @@ def mean(values: Sequence[Value]) -> float | list[float]:
 
 
 class Average(AveragedModel, Generic[M]):
-    """Running average of a module's weights, which generates better images than the last ones."""
+    """Exponential moving average (EMA) of the weights of a module."""
 
     module: M
 
@@ -209,18 +208,18 @@ class Average(AveragedModel, Generic[M]):
         self._decay, self._source = decay, [module]  # a list, so that the source is not a part of the average
 
     def update(self, step: int) -> None:
-        """Adds the present weights; the average is short at first, so that the initial weights are soon forgotten."""
+        """Adds the current weights. The decay is lower in the first steps, so the initial weights lose their influence quickly."""
         self.multi_avg_fn = get_ema_multi_avg_fn(min(self._decay, (1 + step) / (10 + step)))
         self.update_parameters(self._source[0])
 
 
 def learning_rate(progress: float, step: int, peak: float, warmup_steps: int = 100, floor: float = 0.02) -> float:
-    """A linear warm-up to `peak` times a cosine down to `floor` of it. Warm-up counts steps: the first ones may compile for long."""
+    """Returns a linear warm-up to `peak`, times a cosine down to `floor`. The warm-up counts steps, because the first ones may compile."""
     cosine = floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return peak * cosine * min(1.0, (step + 1) / warmup_steps)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the rate of all groups, each times its `factor` if it has one."""
+    """Sets the learning rate of all groups, multiplied by their `factor` if they have one."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("factor", 1.0)

@@ -1,6 +1,6 @@
 """Training pictures that are composed for every step: subjects recolored and placed whole, on canvases of any aspect ratio and color.
 
-The host decides what a batch shows and what its captions say; the device draws it.
+The host chooses the content and captions of a batch. The device draws it.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Scenes:
         self.recolored: Callable[..., Tensor] = torch.compile(recolored, dynamic=True) if compiled else recolored
 
     def plan(self, size: tuple[int, int], count: int, seed: int) -> Plan:
-        """Decides what `count` pictures of a height and width show; the same for the same seed."""
+        """Chooses the content of `count` pictures of a height and width. Equal seeds give equal content."""
         generator, chance = torch.Generator().manual_seed(seed), random.Random(seed)
         facts, mix, records = self.sprites.facts, self.mix, self.sprites.records
         square = size[0] == size[1]

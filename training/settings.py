@@ -1,4 +1,4 @@
-"""Changes to settings written as "learning_rate=1e-3" or "model.depth=12", and the settings that a resumed run must share."""
+"""Changes to settings, such as "learning_rate=1e-3" or "model.depth=12", and the settings that a resumed run must keep."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", tuple:
 
 
 def changed(settings: S, changes: Sequence[str]) -> S:
-    """A copy with each `name=value` applied, all at once; a dot leads into the settings of a part, values are JSON."""
+    """Returns a copy with all `name=value` changes applied together. Dots name settings of a part; values are JSON."""
     tree: dict[str, Any] = {}
     for change in changes:
         name, equals, text = change.partition("=")
@@ -30,7 +30,7 @@ def changed(settings: S, changes: Sequence[str]) -> S:
 
 
 def lasting(settings: Any) -> dict[str, Any]:
-    """The settings that a resumed run must share; how fast it runs may differ."""
+    """Returns the settings that a resumed run must keep: all except those that only change its speed."""
     return {name: value for name, value in asdict(settings).items() if name != "compile"}
 
 
@@ -46,7 +46,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _checked(settings: Any, path: Sequence[str], value: Any, change: str) -> Any:
-    """The value; raises SettingError unless there is such a setting of this kind."""
+    """Returns the value. Raises SettingError unless a setting of this name and type exists."""
     known = [field.name for field in fields(settings)] if is_dataclass(settings) else []
     if path[0] not in known:
         raise SettingError(f"setting {change!r}: there is no {path[0]!r} here; known: {', '.join(sorted(known)) or 'nothing'}")

@@ -52,7 +52,7 @@ def cut_out(images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     distance = (1 - images).amax(1, keepdim=True)
     outside = background(distance)
     rim = spread(outside, 2) * (1 - outside)
-    strongest = F.max_pool2d(distance * (1 - outside), 5, 1, 2)  # what the rim's color is without the white behind it
+    strongest = F.max_pool2d(distance * (1 - outside), 5, 1, 2)  # color of the rim without the white behind it
     opacity = torch.where(rim > 0, (distance / strongest.clamp(min=WHITE)).clamp(0, 1), 1 - outside) * (1 - outside)
     colors = 1 - ((1 - images) / opacity.clamp(min=0.05)).clamp(0, 1)
     pale = ((strongest < PALE).float() * rim).sum((1, 2, 3)) / rim.sum((1, 2, 3)).clamp(min=1)

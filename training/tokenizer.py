@@ -32,7 +32,7 @@ def train_tokenizer(
     device: torch.device,
     lpips: Lpips | None,
 ) -> None:
-    """Trains, or resumes the folder's run; leaves tokenizer.safetensors, metrics.json and reconstructions.png there.
+    """Trains a tokenizer, or resumes a run. Writes tokenizer.safetensors, metrics.json and reconstructions.png to the folder.
 
     train, held_out: pictures by their side, on the device; one size or two, of which the larger takes one of `settings.large_every`
     steps.
@@ -46,7 +46,7 @@ def train_tokenizer(
     generator = torch.Generator(device)
 
     def pictures_at(side: int, number: int) -> Tensor:
-        """The same pictures whenever this step is made, so that a resumed run goes on as if it had not stopped."""
+        """Returns the pictures of a step. They depend only on the step, so a resumed run equals an uninterrupted one."""
         generator.manual_seed((settings.seed << 32) + number)
         chosen = torch.randint(len(train[side]), (batches[side],), generator=generator, device=device)
         return train[side].batch(chosen, generator)

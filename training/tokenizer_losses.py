@@ -1,6 +1,6 @@
 """Losses of the tokenizer besides distances of images: multi-scale quantization, commitment, entropy, and a classifier of patches.
 
-Notation: z the encoder's map [B, bits, h, w]; the stages of a schedule quantise what is left of it, one after the other.
+Notation: z the encoder's map [B, bits, h, w]; the stages of a schedule quantize what is left of it, one after the other.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ LEAST_PROBABILITY = 1e-6  # of a bit in a batch, for the logarithm
 
 
 @dataclass(frozen=True)
-class Quantised:
-    """An encoder's map after multi-scale quantisation."""
+class Quantized:
+    """Feature map of an encoder after multi-scale quantization."""
 
     latent: Tensor  # [B, bits, h, w]: the sum of all stages, without gradient
-    rests: tuple[Tensor, ...]  # what each stage quantises, [B, bits, its height, its width], with the gradient of z
+    rests: tuple[Tensor, ...]  # what each stage quantizes, [B, bits, its height, its width], with the gradient of z
 
 
-def quantise(tokenizer: InfinityTokenizer, z: Tensor, schedule: Schedule) -> Quantised:
-    """Quantises as `Tokenizer.encode` does, on the same canvas, and keeps what each stage was given."""
+def quantize(tokenizer: InfinityTokenizer, z: Tensor, schedule: Schedule) -> Quantized:
+    """Quantizes as `Tokenizer.encode` does, and keeps the input of each stage."""
     canvas = tokenizer.canvas(schedule, z.shape[0])
     rests = []
     for stage in schedule:
         rests.append(F.interpolate(z - canvas.latent, size=tokenizer.map_size(stage), mode="area"))
         canvas.add(tokenizer.nearest(rests[-1].detach(), stage), Tokens(stage))
-    return Quantised(canvas.latent, tuple(rests))
+    return Quantized(canvas.latent, tuple(rests))
 
 
 def straight_through(z: Tensor, latent: Tensor) -> Tensor:
-    """The latent's values with the gradient of z."""
+    """Returns the values of the latent with the gradient of z (straight-through)."""
     return z + (latent - z).detach()
 
 
 def commitment(z: Tensor, latent: Tensor) -> Tensor:
-    """Keeps z near what the bits can express."""
+    """Returns the commitment loss: the squared distance of z to the quantized latent."""
     return F.mse_loss(z, latent.detach())
 
 
 def entropy_penalty(rests: tuple[Tensor, ...], scale: float, diversity: float) -> Tensor:
-    """Low where every bit is certain by itself and undecided over the batch; in nats per bit, the mean of the stages.
+    """Returns the entropy loss in nats per bit, the mean of the stages. It is low if each bit is certain and bits vary over the batch.
 
-    A bit is one with probability sigmoid(scale * sqrt(bits) * u) for the value u that it quantises: sigmoid(scale) at the size of a
+    A bit is one with probability sigmoid(scale * sqrt(bits) * u) for the value u that it quantizes: sigmoid(scale) at the size of a
     code. `diversity` weighs the second half; with 1 the lowest possible value is -log 2.
     """
     penalties = []
@@ -65,7 +65,7 @@ def entropy_penalty(rests: tuple[Tensor, ...], scale: float, diversity: float) -
 
 
 class PatchDiscriminator(nn.Module):
-    """Classifier of patches (Isola et al., 2017): images [B, 3, H, W] to scores [B, 1, about H / 8, about W / 8], high for real ones."""
+    """PatchGAN discriminator (Isola et al., 2017): images [B, 3, H, W] to scores [B, 1, about H / 8, about W / 8], high for real images."""
 
     def __init__(self, channels: int = 64) -> None:
         super().__init__()
@@ -80,10 +80,10 @@ class PatchDiscriminator(nn.Module):
 
 
 def discriminator_loss(real: Tensor, fake: Tensor) -> Tensor:
-    """Hinge loss of the scores of both; zero once real ones are above 1 and reconstructed ones below -1."""
+    """Returns the hinge loss of the discriminator."""
     return 0.5 * (F.relu(1 - real).mean() + F.relu(1 + fake).mean())
 
 
 def generator_loss(fake: Tensor) -> Tensor:
-    """Low where reconstructions score high."""
+    """Returns the adversarial loss of reconstructions."""
     return -fake.mean()

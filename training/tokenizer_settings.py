@@ -1,4 +1,4 @@
-"""How the tokenizer is trained, and on pictures of which sides."""
+"""Training settings of the tokenizer, and the sizes of its pictures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nextscale.tokenizers import InfinityTokenizer, InfinityTokenizerConfig
 
 @dataclass(frozen=True)
 class TokenizerTraining:
-    """What is trained and how. The knobs that matter: batch, learning_rate, lpips and the length of the run.
+    """Tokenizer and training settings. The most important ones are batch, learning_rate, lpips and the length of the run.
 
     The weights of the loss: L1 distance 1, `lpips`, `commitment`, `entropy`, and `adversarial` (0: no discriminator), which joins at
     the share `adversarial_from` of the run. L1 alone blurs; LPIPS brings texture; the discriminator sharpens and may invent.
@@ -62,7 +62,7 @@ class TokenizerTraining:
 
 
 def square_schedule(side: int, pixels_per_token: int) -> Schedule:
-    """The stages of Infinity's square list up to pictures of this side."""
+    """Returns the stages of Infinity's square list up to this side in pixels."""
     offers = [height * pixels_per_token for height, _ in INFINITY_SIZES[1.0]]
     if side not in offers:
         raise SettingError(f"pictures of side {side}: at {pixels_per_token} pixels per token choose one of {', '.join(map(str, offers))}")
@@ -70,7 +70,7 @@ def square_schedule(side: int, pixels_per_token: int) -> Schedule:
 
 
 def schedule_of(template: float, side: int, pixels_per_token: int) -> Schedule:
-    """The stages of an aspect ratio (height / width) with about as many pixels as a square of this side."""
+    """Returns the stages of an aspect ratio (height / width) with about as many pixels as a square of this side."""
     return infinity_stages(template, len(square_schedule(side, pixels_per_token)))
 
 

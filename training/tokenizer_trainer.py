@@ -1,4 +1,4 @@
-"""The tokenizer while it is trained: weights, averages, optimizers, losses, one step."""
+"""Training state of the tokenizer: weights, averages, optimizers, losses, and one step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .tokenizer_losses import (
     discriminator_loss,
     entropy_penalty,
     generator_loss,
-    quantise,
+    quantize,
     straight_through,
 )
 from .tokenizer_settings import TokenizerTraining, square_schedule
@@ -46,7 +46,7 @@ def to_channels_last(module: M, memory_format: torch.memory_format) -> M:
 
 
 def compile_blocks(tokenizer: InfinityTokenizer) -> None:
-    """Norms and activations fused, block by block: blocks of one shape share what is compiled, unlike parts of a whole network."""
+    """Compiles a network block by block. Blocks of one shape share a graph."""
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
     for module in tokenizer.modules():
         if isinstance(module, ResidualBlock):
@@ -57,7 +57,7 @@ def compile_blocks(tokenizer: InfinityTokenizer) -> None:
 
 
 def stage_by_stage(tokenizer: InfinityTokenizer, codes: Sequence[Tensor], schedule: Schedule) -> Iterator[Canvas]:
-    """Decodes codes stage by stage: yields the canvas, one and the same, after each."""
+    """Adds codes to a canvas stage by stage. Yields the same canvas after each stage."""
     canvas = tokenizer.canvas(schedule, codes[0].shape[0])
     for stage, bits in zip(schedule, codes, strict=True):
         canvas.add(bits, Tokens(stage))
@@ -65,7 +65,7 @@ def stage_by_stage(tokenizer: InfinityTokenizer, codes: Sequence[Tensor], schedu
 
 
 class TokenizerTrainer:
-    """The tokenizer with everything that changes while it is trained."""
+    """The tokenizer with its training state."""
 
     def __init__(self, settings: TokenizerTraining, device: torch.device, lpips: Lpips | None) -> None:
         if settings.lpips and lpips is None:
@@ -93,20 +93,20 @@ class TokenizerTrainer:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
     def losses(self, images: Tensor, progress: float) -> tuple[dict[str, Tensor], Tensor]:
-        """Parts of the loss and their weighted sum ("loss"), and the reconstructions."""
+        """Returns the parts of the loss, their weighted sum under "loss", and the reconstructions."""
         settings = self.settings
         images = images.contiguous(memory_format=torch.channels_last)
         with self._half():
             z = self.tokenizer.encoder(images)
         z = z.float()
-        quantised = quantise(self.tokenizer, z, square_schedule(images.shape[-1], self.tokenizer.pixels_per_token))
+        quantized = quantize(self.tokenizer, z, square_schedule(images.shape[-1], self.tokenizer.pixels_per_token))
         with self._half():
-            decoded = self.tokenizer.decoder(straight_through(z, quantised.latent))
+            decoded = self.tokenizer.decoder(straight_through(z, quantized.latent))
         decoded = decoded.float()
         parts = {
             "l1": F.l1_loss(decoded, images),
-            "commitment": commitment(z, quantised.latent),
-            "entropy": entropy_penalty(quantised.rests, settings.entropy_scale, settings.entropy_diversity),
+            "commitment": commitment(z, quantized.latent),
+            "entropy": entropy_penalty(quantized.rests, settings.entropy_scale, settings.entropy_diversity),
         }
         total = parts["l1"] + settings.commitment * parts["commitment"] + settings.entropy * parts["entropy"]
         if settings.lpips and self.lpips is not None:
@@ -123,7 +123,7 @@ class TokenizerTrainer:
         return parts | {"loss": total}, decoded
 
     def step(self, images: Tensor, progress: float, number: int) -> dict[str, Tensor]:
-        """One step on pictures [B, 3, side, side]; `number` counts the steps before. Nothing is read back from the device."""
+        """Makes one step on pictures [B, 3, side, side] without waiting for the device. number: of steps so far."""
         rate = learning_rate(progress, number, self.settings.learning_rate)
         for optimizer in self.optimizers.values():
             set_learning_rate(optimizer, rate)
@@ -152,7 +152,7 @@ class TokenizerTrainer:
         return norm
 
     def prepare(self, images: Tensor) -> None:
-        """Compiles and tunes for pictures of this shape; changes no weight."""
+        """Compiles for pictures of this shape without changing weights."""
         parts, _ = self.losses(images, 0.0)
         parts["loss"].backward()
         self.optimizers["tokenizer"].zero_grad()
@@ -197,7 +197,7 @@ class TokenizerTrainer:
 
     @torch.inference_mode()
     def samples(self, pictures: Pictures, count: int = 8) -> Image.Image:
-        """Pictures from the whole set, and below them their reconstructions by the averaged weights."""
+        """Returns a sheet of pictures and, below them, their reconstructions by the averaged weights."""
         tokenizer = self.average.module
         images = pictures.batch(torch.linspace(0, len(pictures) - 1, min(count, len(pictures)), device=self.device).long())
         schedule = square_schedule(pictures.side, tokenizer.pixels_per_token)

@@ -22,7 +22,7 @@ from nextscale.text.words import PART_MARK, SINGLE_PARTS, Vocabulary, WordEncode
 from .records import Record
 
 # Of the 3 nearest of 517 emoji names, in the same Unicode subgroup with 128 channels: 42.0 % for the word alone, 45.7 % in the sentence,
-# 44.3 % averaged. Averaged, because colours hardly look alike in the sentence: cosine of "red" and "blue" 0.75, 0.04 and 0.46.
+# 44.3 % averaged. Averaged, because colors hardly look alike in the sentence: cosine of "red" and "blue" 0.75, 0.04 and 0.46.
 CARRIERS = ("{}", "a photo of a {}")
 BATCH = 256
 PARTS = 300  # besides single letters and digits
@@ -36,7 +36,7 @@ EVERYDAY_WORDS = (package_files(__package__) / "everyday_words.txt").read_text(e
 
 
 def make_word_encoder(records: Sequence[Record], model_folder: str | Path, size: int = 5000) -> WordTextEncoder:
-    """An encoder with vectors for every word of the records and for as many others as fit; its layers are random (torch's generator).
+    """Returns an encoder with vectors for all words of the records and for further words up to `entries`. Its layers are random.
 
     Held-out records may be among them: their words get vectors, which come from the sentence model alone, and nothing is trained on them.
     """
@@ -52,12 +52,12 @@ def make_word_encoder(records: Sequence[Record], model_folder: str | Path, size:
 
 
 def record_captions(record: Record) -> Iterator[str]:
-    """Everything that a caption of this picture may be made of."""
+    """Yields all texts from which captions of this picture are composed."""
     yield from (record.caption, record.subject, record.label, record.alt, record.caption_color, *record.keywords)
 
 
 def build_vocabulary(captions: Iterable[str], extra_words: Iterable[str], size: int) -> Vocabulary:
-    """All words of the captions, the most common first; parts; then extra words, in their order, until there are `size` entries.
+    """Returns `size` entries: all words of the captions, the most common first, then parts, then extra words in their order.
 
     Extra words whose stem is there are left out: prompts are read by the stem.
     """
@@ -79,7 +79,7 @@ def build_vocabulary(captions: Iterable[str], extra_words: Iterable[str], size: 
 
 
 def common_parts(words: Iterable[str]) -> list[str]:
-    """The chunks that cover the most letters of these words, marked as parts."""
+    """Returns the parts of words that cover the most letters of these words, marked as parts."""
     counts: Counter[str] = Counter()
     for word in words:
         counts.update(word[start : start + length] for length in PART_LENGTHS for start in range(len(word) - length + 1))
@@ -88,7 +88,7 @@ def common_parts(words: Iterable[str]) -> list[str]:
 
 
 def further_words(known: Sequence[str], model: SentenceModel) -> list[str]:
-    """Other words of the model's vocabulary, those first whose vectors are most like words of captions: things before names and ideas.
+    """Returns other words of the model's vocabulary, sorted by similarity of their vectors to words of captions.
 
     A ridge regression separates the words of the captions from the others; its mistakes among the others are the words we want.
     """
@@ -103,7 +103,7 @@ def further_words(known: Sequence[str], model: SentenceModel) -> list[str]:
 
 
 def distil_vectors(words: Sequence[str], model: SentenceModel | str | Path, channels: int = 128) -> Tensor:
-    """Float32 [words, channels]: the sentence model's vectors, centered, on their principal directions, of unit variance overall.
+    """Returns the sentence model's vectors, centered, in principal components and with unit variance: float32 [words, channels].
 
     A part ("##ing") is the mean of the words that contain it, which carries little where they differ much.
     """
@@ -145,12 +145,12 @@ class SentenceModel(TextEncoder):
         super().__init__(source, cache_size=0)
 
     def words(self) -> list[str]:
-        """The whole words of its vocabulary, the most frequent first."""
+        """Returns the whole words of the vocabulary, the most frequent first."""
         entries = sorted(self._tokenizer.get_vocab().items(), key=lambda entry: entry[1])
         return [word for word, _ in entries if re.fullmatch("[a-z]{3,}|in|of|on|to|at|by|up|an|is|it", word)]
 
     def vectors(self, words: Sequence[str]) -> Tensor:
-        """Vectors [words, channels]: means over all carriers of each word."""
+        """Returns vectors [words, channels]: means over all carriers of each word."""
         prompts = [carrier.format(word) for word in words for carrier in CARRIERS]
         order = sorted(range(len(prompts)), key=lambda position: len(prompts[position]))  # prompts of about one length share a batch
         vectors = torch.empty(len(prompts), self.channels)

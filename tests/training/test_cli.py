@@ -26,7 +26,7 @@ from tests.helpers.cli import run_cli
 from tests.training.test_data import lines, picture, shard
 from training.__main__ import app
 from training.model_settings import ModelTraining
-from training.model_trainer import initialise
+from training.model_trainer import initialize
 from training.records import Record
 from training.settings import changed
 from training.tokenizer_settings import TokenizerTraining
@@ -205,7 +205,7 @@ def test_a_bundle_of_another_layout_is_refused(folder: Path) -> None:
 def test_a_bundle_of_nanos_layout_is_written(folder: Path) -> None:
     torch.manual_seed(0)
     model, tokenizer = Infinity(NANO_MODEL), InfinityTokenizer(NANO_TOKENIZER)
-    initialise(model)
+    initialize(model)
     write_weights(model, folder / "runs/model/model.safetensors", model.layout)
     write_weights(tokenizer, folder / "runs/tokenizer/tokenizer.safetensors", tokenizer.layout)
     tiny_words(128).save(folder / "narrow.safetensors")

@@ -29,7 +29,7 @@ from training.data import Pictures
 from training.forcing import BlockParts, ForcedPass, forced_block, forced_pyramid, stage_weights, stage_windows
 from training.model import train_model
 from training.model_settings import Batch, ModelTraining, Phase
-from training.model_trainer import ModelTrainer, initialise
+from training.model_trainer import ModelTrainer, initialize
 from training.records import Record
 from training.run import CURVE, STATE, Budget, Run
 from training.scenes import Mix, Scenes
@@ -71,7 +71,7 @@ def pictures(count: int = 8) -> Pictures:
 
 def randomised(model: Infinity) -> Infinity:
     torch.manual_seed(2)
-    initialise(model)
+    initialize(model)
     for parameter in model.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     return model.eval()

@@ -1,4 +1,4 @@
-"""Training of the tokenizer: its quantiser is the one that encodes, its losses say what they should, and a run can be taken up again."""
+"""Training of the tokenizer: its quantizer is the one that encodes, its losses say what they should, and a run can be taken up again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from training.tokenizer_losses import (
     discriminator_loss,
     entropy_penalty,
     generator_loss,
-    quantise,
+    quantize,
     straight_through,
 )
 from training.tokenizer_settings import TokenizerTraining, square_schedule
@@ -45,10 +45,10 @@ def settings(**changes: Any) -> TokenizerTraining:
 
 
 def pictures(side: int, count: int = 6, seed: int = 0) -> Pictures:
-    """Smooth colours, the same at every side."""
+    """Smooth colors, the same at every side."""
     coarse = torch.rand(count, 3, 3, 3, generator=torch.Generator().manual_seed(seed))
     pixels = torch.nn.functional.interpolate(coarse, size=(side, side), mode="bicubic").clamp(0, 1)
-    return Pictures((255 * pixels).to(torch.uint8), [Record(f"{i}.png", "colours") for i in range(count)])
+    return Pictures((255 * pixels).to(torch.uint8), [Record(f"{i}.png", "colors") for i in range(count)])
 
 
 def tiny_lpips() -> Lpips:
@@ -72,30 +72,30 @@ def reconstruct(images_to_bits: InfinityTokenizer, images: Tensor) -> Tensor:
     return canvas.decode()
 
 
-# --- quantisation
+# --- quantization
 
 
 @pytest.mark.parametrize("patchify", [False, True])
-def test_training_quantises_as_encoding_does(patchify: bool) -> None:
+def test_training_quantizes_as_encoding_does(patchify: bool) -> None:
     images_to_bits = tokenizer(InfinityTokenizerConfig(bits=4, channels=32, multipliers=(1, 1), blocks_per_level=1, patchify=patchify))
     images = pictures(SIDE).batch(torch.arange(3))
     schedule = square_schedule(SIDE, images_to_bits.pixels_per_token)
-    quantised = quantise(images_to_bits, images_to_bits.features(images), schedule)
+    quantized = quantize(images_to_bits, images_to_bits.features(images), schedule)
     canvas = images_to_bits.canvas(schedule, 3)
-    for stage, bits, rest in zip(schedule, images_to_bits.encode(images, schedule), quantised.rests, strict=True):
+    for stage, bits, rest in zip(schedule, images_to_bits.encode(images, schedule), quantized.rests, strict=True):
         assert torch.equal(images_to_bits.nearest(rest, stage), bits)
         canvas.add(bits, Tokens(stage))
-    assert torch.equal(quantised.latent, canvas.latent)
-    assert quantised.latent.unique().numel() > 16
+    assert torch.equal(quantized.latent, canvas.latent)
+    assert quantized.latent.unique().numel() > 16
 
 
 def test_gradient_passes_straight_through() -> None:
     images_to_bits = tokenizer()
     z = torch.randn(2, 4, 16, 16, requires_grad=True)
-    quantised = quantise(images_to_bits, z, square_schedule(SIDE, 2))
-    assert not quantised.latent.requires_grad and all(rest.requires_grad for rest in quantised.rests)
-    passed, weights = straight_through(z, quantised.latent), torch.randn(2, 4, 16, 16)
-    assert torch.allclose(passed, quantised.latent, atol=1e-6)
+    quantized = quantize(images_to_bits, z, square_schedule(SIDE, 2))
+    assert not quantized.latent.requires_grad and all(rest.requires_grad for rest in quantized.rests)
+    passed, weights = straight_through(z, quantized.latent), torch.randn(2, 4, 16, 16)
+    assert torch.allclose(passed, quantized.latent, atol=1e-6)
     (gradient,) = torch.autograd.grad((passed * weights).sum(), z)
     assert torch.equal(gradient, weights)
 
