@@ -118,7 +118,7 @@ class ModelTrainer:
     def features(self, images: Tensor) -> Tensor:
         """Returns encoder features [B, bits, h, w] of pictures [B, 3, H, W] in [-1, 1]."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            return self.tokenizer.features(images.contiguous(memory_format=torch.channels_last))
+            return self.tokenizer.features(images)
 
     def read(self, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Returns ids [B, T] and lengths [B] of captions, on the host. T is constant. Composed captions that are longer are truncated."""

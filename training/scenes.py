@@ -226,15 +226,14 @@ class Scenes:
         return tuple(vars(Recoloring.to_words(seen, layer.word)).values())
 
     def _grid(self, layer: Layer, size: tuple[int, int]) -> Tensor:
-        """Returns the place in its sprite of every pixel of the canvas, [B, H, W, 2]."""
+        """Returns the place in its sprite of every pixel of the canvas, [B, H, W, 2]. No products of matrices, which may run in TF32."""
         box = self._there.box[layer.sprite]
-        center = (box[:, 2:] + box[:, :2]) / 2
-        cosine, sine = layer.turn.cos() / layer.zoom, layer.turn.sin() / layer.zoom
-        back = torch.stack([torch.stack([cosine * layer.mirror, sine * layer.mirror], 1), torch.stack([-sine, cosine], 1)], 1)  # [B, 2, 2]
-        moved = center - (back @ layer.center[:, :, None]).squeeze(2)
-        short = min(size)
-        scaled = back * torch.tensor([size[1] / short, size[0] / short], device=back.device)
-        return F.affine_grid(torch.cat([scaled, moved[:, :, None]], 2), [len(box), 1, *size], align_corners=False)
+        middle = ((box[:, 2:] + box[:, :2]) / 2)[:, :, None, None]  # [B, 2, 1, 1]
+        down, across = (((2 * torch.arange(side, device=box.device) + 1) - side) / min(size) for side in size)
+        x, y = across - layer.center[:, :1, None], down[:, None] - layer.center[:, 1:, None]  # [B, 1, W] and [B, H, 1]
+        cosine, sine = ((part / layer.zoom)[:, None, None] for part in (layer.turn.cos(), layer.turn.sin()))
+        mirror = layer.mirror[:, None, None]
+        return torch.stack([mirror * (cosine * x + sine * y) + middle[:, 0], cosine * y - sine * x + middle[:, 1]], 3)
 
 
 def recolored(rgb: Tensor, source: Tensor, target: Tensor, chroma: Tensor, lightness: Tensor, everywhere: Tensor) -> Tensor:
