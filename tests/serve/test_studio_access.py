@@ -73,6 +73,10 @@ def test_a_phone_shows_the_picture_first_and_nothing_overflows(browser: Any, ser
         page.set_viewport_size({"width": 844, "height": 390})  # turned: no summary is left to open the options
         page.wait_for_selector("#seed")
         page.set_viewport_size(PHONE["viewport"])
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        page.set_viewport_size({"width": 360, "height": 740})
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        page.set_viewport_size(PHONE["viewport"])
         top = [page.locator(name).bounding_box()["y"] for name in (".frame", "#prompt", "#send")]
         assert top == sorted(top) and top[2] < 844
 
