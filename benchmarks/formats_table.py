@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from nextscale.eval.results import Row
+from nextscale.eval.results import DENSE, Row
 from nextscale_research.quality.formats import NAMES, OWN, Variant
 
 from .cells import BATCH, ENERGY, IMAGE, MEMORY, METHOD, MODEL, Column, bounded, machines, table_of
@@ -12,6 +12,7 @@ from .shown_rows import case_of, image
 from .suites import step_of
 
 ERRORS = "format errors"
+SHOWN = (DENSE, "StageVAR", "FastVAR")  # methods of the table of speed
 
 
 def format_tables(rows: Sequence[Row]) -> dict[str, str]:
@@ -52,6 +53,7 @@ def speed_table(rows: Sequence[Row]) -> str:
     The latter is the newest of the same commit, which ran in the same session, or the newest of all.
     """
     timed = [row for row in rows if row["benchmark"] == "bench" and "median_ms" in row and row["weights"] == "random"]
+    timed = [row for row in timed if row["method"] in SHOWN]
     captured = [row for row in timed if row["engine"] == step_of(row) == "graphs"]  # other steps lack kernels or are experiments
     own = [row for row in captured if row.get("quantize") is None]
     newest, newest_of_commit = {kind(row): row for row in own}, {(row["commit"], *kind(row)): row for row in own}

@@ -182,12 +182,15 @@ def measured_tables(rows: list[Row], method: str) -> dict[str, str]:
     return {"method-speed": method_speed_table(rows, method), "method-quality": quality}
 
 
+SMALLER = (NANO.name, "var-d16", "var-d20", "var-d24", "flexvar-d16", "flexvar-d20", "star-256-d16")  # than others of their family
+
+
 @cache
 def models_table() -> str:
     """Returns the memory that the published models need, as `nextscale plan` predicts it."""
     lines = []
     for spec in MODELS.values():
-        if spec.weights is None or spec.name == NANO.name:
+        if spec.weights is None or spec.name in SMALLER:
             continue
         model, tokenizer = without_weights(spec, torch.bfloat16, None, None)
         workload = Workload(spec.settings.schedules.choose(None, None), text_tokens=64 if model.stack[0].has_text else 0)
