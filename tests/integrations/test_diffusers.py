@@ -100,7 +100,7 @@ def test_prompts_may_be_features(pipe: Any) -> None:
         ({"num_images_per_prompt": 0}, "^num_images_per_prompt must be"),
         ({"num_images_per_prompt": True}, "^num_images_per_prompt must be"),
         ({"num_images_per_prompt": 2.0}, "^num_images_per_prompt must be"),
-        ({"negative_prompt": ["a", "b", "c"]}, "negative prompts"),
+        ({"negative_prompt": ["a", "b", "c"]}, "negative must be"),
         ({"negative_prompt": ["a", "b", "c"], "num_images_per_prompt": 2}, "^negative_prompt must be"),
         ({"negative_prompt": []}, "prompt"),
         ({"negative_prompt": 5}, "prompt"),
