@@ -22,7 +22,6 @@ from nextscale.edit_inputs import read_edit
 from nextscale.eval.results import Row
 from nextscale.io import from_levels, to_levels
 from nextscale.loading.load import random_pipeline
-from nextscale.loading.presets import MODELS
 from nextscale.metrics import Lpips
 from nextscale.metrics.intervals import mean_interval
 from nextscale.metrics.pixels import psnr
@@ -123,17 +122,15 @@ def quality(pictures: list[Held], names: tuple[str, ...]) -> Iterator[Row]:
             yield measure("edits", config, lambda columns=columns: columns)  # type: ignore[misc]
 
 
-def speed(name: str) -> Iterator[Row]:
+def speed(pipe: Pipeline, side: int) -> Iterator[Row]:
     """Milliseconds end to end, in turns: a full generation, edits of 20 %, and encoding by itself."""
-    pipe = random_pipeline(MODELS[name], device="cuda", dtype=torch.bfloat16)
-    side = 1024
     image = Image.fromarray(torch.randint(0, 256, (side, side, 3), dtype=torch.uint8).numpy())
     mask = Image.fromarray((255 * square(0.2, side, 0)).to(torch.uint8).numpy())
     calls = {"generation": lambda: pipe("a red apple", seed=1, size=(side, side), warmup=True)}
     for label, (method, near) in GPU_METHODS.items():
         settings: dict[str, Any] = {"method": method, "options": EditOptions(near_mask=near), "warmup": True}
         calls[label] = lambda settings=settings: pipe.edit(image, "a red apple", mask=mask, seed=1, **settings)  # type: ignore[misc]
-    pixels = torch.zeros(1, 3, side, side, device="cuda")
+    pixels = torch.zeros(1, 3, side, side, device=pipe.model.device)
     calls["encode"] = lambda: pipe.tokenizer.encode(pixels, pipe.settings.schedules.choose((side, side), None))  # type: ignore[assignment, return-value]
     spent: dict[str, list[float]] = {label: [] for label in calls}
     for turn in range(ROUNDS + 2):
@@ -146,7 +143,7 @@ def speed(name: str) -> Iterator[Row]:
                 spent[label].append(1000 * (time.perf_counter() - begun))
     full = statistics.median(spent["generation"])
     for label, times in spent.items():
-        config = {"model": name, "weights": "random", "size": [side, side], "mask_share": 0.2, "method": label, "batch": 1}
+        config = {"model": pipe.name, "weights": "random", "size": [side, side], "mask_share": 0.2, "method": label, "batch": 1}
         found = {"ms": round(statistics.median(times), 2), "ms_range": [round(min(times), 2), round(max(times), 2)]}
         yield measure("edits", config, lambda found=found: found | {"share": round(found["ms"] / full, 3)})  # type: ignore[misc]
 
@@ -160,7 +157,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.model:
         require_gpu(parser, "times are measured")
-        record(speed(given.model), given.out)
+        record(speed(random_pipeline(given.model, device="cuda", dtype=torch.bfloat16), 1024), given.out)
     elif given.pictures:
         record(quality(held_out(given.pictures, given.limit), FEW if given.few else tuple(METHODS)), given.out)
     else:

@@ -354,8 +354,7 @@ def filled(levels: Tensor, hole: Tensor) -> Tensor:
     known = (~hole).float()[None, None]
     steps = [(levels * known, known)]
     while max(steps[-1][1].shape[2:]) > 1:
-        height, width = steps[-1][1].shape[2:]
-        total, share = (F.adaptive_avg_pool2d(one, (math.ceil(height / 2), math.ceil(width / 2))) for one in steps[-1])
+        total, share = (F.avg_pool2d(one, 2, ceil_mode=True, count_include_pad=False) for one in steps[-1])
         steps.append((total, share))
     found = torch.full((1, 3, 1, 1), GRAY)
     for total, share in reversed(steps):
@@ -388,7 +387,7 @@ def default_stage(mask: Tensor, schedule: Schedule) -> int:
     if mask.all():
         return 0
     height, width = mask.shape
-    sums = F.pad(mask.double(), (1, 0, 1, 0)).cumsum(dim=0).cumsum(dim=1)
+    sums = F.pad(mask.int(), (1, 0, 1, 0)).cumsum(dim=0, dtype=torch.int32).cumsum(dim=1, dtype=torch.int32)
     for stage in schedule:
         down, across = math.ceil(WINDOW * height / stage.height), math.ceil(WINDOW * width / stage.width)
         if down <= height and across <= width:
