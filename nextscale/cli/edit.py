@@ -5,16 +5,18 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from ..errors import SettingError
 from .files import default_out, plan_pictures, require_writable
 from .generate import RandomSeedOptions, show_results
 from .options import Force, Methods, ModelOptions, SamplingOptions, option, out_option
 from .parse import choose_schedule, parse_methods, parse_numbers, torch_dtype
-from .show import result_console, token_bar
+from .show import result_console, show_next, token_bar
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -82,10 +84,12 @@ def edit(
         )
     for one, result in zip(pictures, found.images, strict=True):
         write_image(result, one.file)
+        progress.note(escape(str(one.file)))
     show_results([(pictures, found.report)])
     assert found.report.edit is not None
     first, share = found.report.edit.from_stage[0], found.report.edit.mask_share[0]
-    result_console().print(f"{share:.0%} of the pixels may change, from stage {first} of {len(schedule)} on (see --strength).")
+    result_console().print(f"{share:.0%} of the pixels may change, from stage {first} of {len(schedule)} on.")
+    show_next(f"nextscale edit {quote(str(pictures[0].file))} PROMPT --strength 0.8  # changes more: 1 starts at the first stage")
 
 
 def parse_options(words: Sequence[str]) -> EditOptions:

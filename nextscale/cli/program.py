@@ -71,13 +71,15 @@ INTERRUPTED = 130  # exit status
 
 
 class PlainFlags:
-    """Shows flags without <bool>."""
+    """Shows flags without <bool>, and arguments without their type."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for one in found:
             if getattr(one, "is_flag", False):
                 one.metavar = ""
+            if one.param_type_name == "argument":
+                one.display_type_rich = lambda ctx: ""
         return found
 
 

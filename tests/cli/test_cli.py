@@ -810,7 +810,7 @@ def test_conversion_keeps_an_existing_target_unless_forced(published_files: Path
 )
 def test_conversion_names_the_model_that_a_file_belongs_to(part: str, file: str, guess: str, published_files: Path) -> None:
     message = fail("convert", "-m", "tiny-var", published_files / file, "model.safetensors", "--part", part)
-    assert "does not fit " in message
+    assert "does not match " in message
     assert guess in message
     assert not Path("model.safetensors").exists()
 
