@@ -21,7 +21,7 @@ import numpy as np
 
 from nextscale.eval.results import Row, read_rows
 
-from .cells import Column, heads_of, table, table_of
+from .cells import SHOWN, Column, heads_of, table, table_of
 from .results import RESULTS
 
 DELAY = 0.005  # seconds, the default batching delay of `nextscale serve`
@@ -235,7 +235,7 @@ class Workload:
 
     @property
     def name(self) -> str:
-        return f"{self.model}, {self.method}" + (f", {self.quantize}" if self.quantize else "")
+        return f"{self.model}, {SHOWN.get(self.method, self.method)}" + (f", {self.quantize}" if self.quantize else "")
 
 
 def workloads(rows: Sequence[Row]) -> list[Workload]:
