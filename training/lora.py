@@ -201,9 +201,13 @@ class LoraTrainer:
 
     def forced_pass(self, schedule: Schedule) -> ForcedPass:
         if schedule not in self._passes:
-            dear = self.activations(schedule) > CHECKPOINT_FROM
-            self._passes[schedule] = ForcedPass(self.model, schedule, len(schedule), RECOMPUTED if dear else forced_block)
+            run_block = RECOMPUTED if self.recomputes(schedule) else forced_block
+            self._passes[schedule] = ForcedPass(self.model, schedule, len(schedule), run_block)
         return self._passes[schedule]
+
+    def recomputes(self, schedule: Schedule) -> bool:
+        """Returns True if blocks are computed twice, so that less is kept for the backward pass."""
+        return self.activations(schedule) > CHECKPOINT_FROM
 
     def activations(self, schedule: Schedule) -> int:
         """Returns the bytes that the blocks keep for the backward pass without gradient checkpointing."""
