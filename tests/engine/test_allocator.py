@@ -20,6 +20,7 @@ class Allocator:
 
     def __init__(self, patch: pytest.MonkeyPatch, settings: str = "") -> None:
         self.heard = [settings]
+        allocator_setter.cache_clear()  # another test may have found torch's own
         patch.setattr(module.sys, "platform", "linux")
         patch.setattr(torch.version, "hip", None)
         patch.setattr(torch._C, "_accelerator_setAllocatorSettings", self.heard.append, raising=False)
