@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,6 +59,8 @@ def golden_roots(config: pytest.Config) -> list[Path]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background; tests send Ctrl-C to programs, which inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["HF_HUB_OFFLINE"] = "1"  # before the hub's package reads it; those tests that want a hub bring their own
     torch.set_num_threads(1)  # as the stored runs did; on tensors this small a second thread costs more than it brings
     if find_spec("hypothesis") is not None:

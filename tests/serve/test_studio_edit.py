@@ -147,6 +147,7 @@ def test_a_generated_picture_is_edited_everywhere_from_a_stage_on(page: Any) -> 
     page.click("#send")
     page.wait_for_selector("[data-edited]")
     page.click("#tab-history")
+    page.wait_for_selector(".gallery figure:nth-of-type(2)")
     assert page.locator(".gallery figure").count() == 2
     page.click(".gallery figure:first-child button")
     assert "Not restored" in page.inner_text(".banner.note")  # the page says that this picture came from an edit
