@@ -57,14 +57,15 @@ def parse_size(size: tuple[int, int] | int) -> tuple[int, int]:
 
 def without_aspect(size: Chosen, aspect: AspectLike) -> Chosen:
     if aspect is not None:
-        raise SizeError(f"size {size} already fixes the aspect ratio. Leave out aspect={aspect!r}.")
+        shown = f"{size[1]}x{size[0]}" if isinstance(size, tuple) else size
+        raise SizeError(f"aspect must be left out beside size {shown}, which fixes it; got {aspect!r}.")
     return size
 
 
 def no_such_size(size: tuple[int, int], offers: list[tuple[int, int]]) -> SizeError:
     nearest = sorted(offers, key=lambda offer: math.dist(map(math.log, offer), map(math.log, size)))[:4]
     named = ", ".join(f"{width}x{height}" for height, width in nearest)
-    return SizeError(f"no schedule generates {size[1]}x{size[0]} (width x height); nearest: {named}")
+    return SizeError(f"size must be one that the model generates (width x height); got {size[1]}x{size[0]}. Nearest: {named}.")
 
 
 @cache

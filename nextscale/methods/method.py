@@ -104,8 +104,11 @@ class Span(Protocol):
 
 def shown(span: Span) -> str:
     """Returns the span's name and blocks for messages."""
-    first, last = span.layers.start, span.layers.stop - 1
-    return f"{span.key} (block {first})" if first == last else f"{span.key} (blocks {first} to {last})"
+    return f"{span.key} ({blocks_text(span.layers)})"
+
+
+def blocks_text(layers: range) -> str:
+    return f"block {layers[0]}" if len(layers) == 1 else f"blocks {layers[0]} to {layers[-1]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,8 @@ class StagePlan:
         ordered = sorted(self.spans, key=lambda span: span.layers.start)
         for first, second in pairwise(ordered):
             if second.layers.start < first.layers.stop:
-                raise ValueError(f"two spans run the same blocks: {shown(first)} and {shown(second)}")
+                both = range(second.layers.start, min(first.layers.stop, second.layers.stop))
+                raise ValueError(f"both change {blocks_text(both)}")
         for span in self.spans:
             inside = [layer for layer in self.observed if layer in span.layers]
             if span.whole_stage and self.num_tokens is not None:

@@ -649,7 +649,7 @@ def test_warmup_without_a_gpu_is_refused_before_anything_is_loaded(loaded: list[
         (("tiny-var", "--weights", "", 3), "--weights has an empty value"),
         (("tiny-var", 3, "--sampling", "positive_prompt"), "tiny-var takes class numbers"),
         (("tiny-var", 3, "--prompts", "absent.txt"), "absent.txt"),
-        (("tiny-var", 3, "--size", 256), "no schedule generates 256x256 (width x height); nearest: 64x64"),
+        (("tiny-var", 3, "--size", 256), "got 256x256. Nearest: 64x64"),
         (("tiny-var", 3, "--size", "0.25M"), "0.25M"),
         (("tiny-var", 3, "--aspect", "16:9"), "aspect must be 1:1"),
         (("tiny-var", 3, "--size", "1,2"), "schedule must be"),

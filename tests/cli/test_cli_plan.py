@@ -219,7 +219,7 @@ def test_short_numbers() -> None:
         (("var-d16", "--method", "skip:last=10"), "cannot skip 10 of 10 stages"),
         (("var-d16", "--size", "1,2"), "positions are learned"),
         (("star-256", "--size", ",".join(["1"] * 11)), "schedule must have at most 10 stages"),
-        (("var-d16", "--size", 512), "no schedule generates 512x512"),
+        (("var-d16", "--size", 512), "got 512x512"),
         (("var-d16", "--keep-ratio", 1.5), "--keep-ratio"),
         (("var-d16", "--batch", 0), "--batch"),
         (("var-d16", "--batch", 10**30), "less than or equal to 1000000"),

@@ -187,8 +187,8 @@ def test_each_model_is_loaded_once(tiny: None, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["-m", "nano", "--size", "100"], "no schedule generates 100x100"),
-        (["--size", "100"], "no schedule generates 100x100"),  # of nano
+        (["-m", "nano", "--size", "100"], "got 100x100"),
+        (["--size", "100"], "got 100x100"),  # of nano
         (["-m", "nano", "--method", "fasvar"], "did you mean fastvar"),
         (["-m", "nano", "--engine", "fast", "--device", "cpu"], "--engine"),
         (["-m", "nano", "-m", "var-d16", "--weights", "x"], "--weights"),

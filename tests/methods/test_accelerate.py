@@ -278,8 +278,8 @@ def test_spans_run_inside_stages_that_another_method_reduces() -> None:
 @pytest.mark.parametrize(
     ("methods", "reason"),
     [
-        ((FAST, LOW_RANK), "two spans run the same blocks"),
-        ((FAST, MERGE), "two spans run the same blocks"),
+        ((FAST, LOW_RANK), "both change block"),
+        ((FAST, MERGE), "both change block"),
         ((SPARSE, SparseVAR(tau=0.5)), "each of SparseVAR and SparseVAR changes tokens"),
         ((SPARSE, FAST), "cannot be observed"),
         ((SparseVAR(metric="logits", first_stage=1), FastVAR({2: 0.5})), "needs every cell of the stage"),

@@ -584,7 +584,7 @@ def test_the_stage_whose_outputs_are_kept_must_be_whole() -> None:
 
 def test_two_methods_that_run_the_same_blocks_are_refused_before_anything_runs() -> None:
     both = Combined((HARSH, FastVAR({3: 0.5}, layers=(0, 1))))
-    with pytest.raises(SettingError, match="at stage 2 two spans run the same blocks"):
+    with pytest.raises(SettingError, match="at stage 2 both change block"):
         generated("var", method=both, on_stage=lambda preview: pytest.fail("a stage was run"))
 
 

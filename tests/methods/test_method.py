@@ -101,8 +101,8 @@ def test_plans_merge_field_by_field() -> None:
     [
         (StagePlan(num_tokens=5), StagePlan(num_tokens=6), "num_tokens, to 5 and to 6"),
         (StagePlan(cfg_branches="cond"), StagePlan(cfg_branches="uncond"), "cfg_branches"),
-        (StagePlan(spans=(RunBlocks(range(3)),)), StagePlan(spans=(RunBlocks(range(2, 4)),)), "blocks"),
-        (StagePlan(spans=(RunBlocks(range(1, 2), "b"),)), StagePlan(spans=(RunBlocks(range(4), "a"),)), "a.*b"),
+        (StagePlan(spans=(RunBlocks(range(3)),)), StagePlan(spans=(RunBlocks(range(2, 4)),)), "both change block 2"),
+        (StagePlan(spans=(RunBlocks(range(1, 2), "b"),)), StagePlan(spans=(RunBlocks(range(4), "a"),)), "both change block 1"),
         (StagePlan(spans=(RunBlocks(range(3)),)), StagePlan(observed=(2,)), "block 2 cannot be observed"),
         (StagePlan(observed=(0,)), StagePlan(spans=(RunBlocks(range(3)),)), "block 0 cannot be observed"),
     ],

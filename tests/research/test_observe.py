@@ -468,7 +468,7 @@ def test_without_matplotlib_the_numbers_are_written(run: Callable[..., Result], 
     [
         (["-m", "tiny-var"], "no prompt"),
         (["-m", "tiny-var", "cat"], "'cat'"),
-        (["-m", "tiny-var", "1", "--size", "99"], "no schedule generates 99x99"),
+        (["-m", "tiny-var", "1", "--size", "99"], "got 99x99"),
         (["-m", "tiny-var", "1", "--metrics", "absent"], "Add --details"),
         (["--plot", "absent.json"], "absent.json cannot be read"),
         (["--plot", "absent.json", "--seed", "3"], "leave out --seed"),

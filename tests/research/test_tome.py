@@ -441,7 +441,7 @@ def test_with_skipped_stages() -> None:
 
 def test_with_fastvar_only_at_other_stages() -> None:
     fast = FastVAR({3: 0.5})  # keeps outputs of stage 2
-    with pytest.raises(SettingError, match="at stage 2 two spans run the same blocks"):
+    with pytest.raises(SettingError, match="at stage 2 both change block"):
         generated("var", method=[ToMe(stages=(2,)), fast], on_stage=lambda preview: pytest.fail("a stage was run"))
     assert len(generated("var", method=[ToMe(stages=(1,)), fast]).codes) == 4
 
