@@ -602,7 +602,7 @@ def test_any_schedule_can_be_written_out(family: str) -> None:
 def test_var_has_positions_for_its_own_schedule_only() -> None:
     with pytest.raises(SizeError, match=r"Schedule\(1x1 2x2 3x3 4x4\).*got Schedule\(1x1 2x2 3x3\)"):
         drawn("var", size=Schedule((1, 2, 3)))
-    with pytest.raises(SizeError, match="nearest: 64x64"):
+    with pytest.raises(SizeError, match="Nearest: 64x64"):
         drawn("var", size=128)
 
 

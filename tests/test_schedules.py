@@ -177,9 +177,9 @@ def test_the_stride_of_the_sizes_is_the_tokenizer_s(name: str) -> None:
 
 
 def test_an_unknown_size_names_the_nearest() -> None:
-    with pytest.raises(SizeError, match=r"1000x1000 .*nearest: 1024x1024,"):
+    with pytest.raises(SizeError, match=r"1000x1000 .*Nearest: 1024x1024,"):
         InfinitySchedules().choose((1000, 1000), None)
-    with pytest.raises(SizeError, match=r"260x320 .*nearest: 256x320,"):
+    with pytest.raises(SizeError, match=r"260x320 .*Nearest: 256x320,"):
         InfinitySchedules().choose((320, 260), None)
 
 
@@ -238,7 +238,7 @@ def test_var_offers_the_one_size_it_was_trained_for(name: str) -> None:
     sides, other = (VAR_512, 256) if name == "var-d36" else (VAR_256, 512)
     assert book.choose(None, None) == Schedule(sides)
     assert book.offers() == [(16 * sides[-1],) * 2]
-    with pytest.raises(SizeError, match=f"{other}x{other}.*nearest: {16 * sides[-1]}x{16 * sides[-1]}"):
+    with pytest.raises(SizeError, match=f"{other}x{other}.*Nearest: {16 * sides[-1]}x{16 * sides[-1]}"):
         book.choose(other, None)
 
 
@@ -257,7 +257,7 @@ def test_hart_and_star_offer_the_one_size_they_were_trained_for(name: str, sides
     book, side = MODELS[name].settings.schedules, 16 * sides[-1]
     assert book.choose(None, None) == book.choose(side, None) == Schedule(sides)
     assert book.offers() == [(side, side)]
-    with pytest.raises(SizeError, match=f"nearest: {side}x{side}"):
+    with pytest.raises(SizeError, match=f"Nearest: {side}x{side}"):
         book.choose(side - 16, None)
 
 
@@ -266,7 +266,7 @@ def test_flexvar_draws_256_and_512() -> None:
     assert book.choose(None, None) == Schedule(VAR_256)
     assert book.choose(256, None) == Schedule(VAR_256)
     assert book.choose((512, 512), "1:1") == Schedule(FLEXVAR_512)
-    with pytest.raises(SizeError, match="nearest: 256x256, 512x512"):
+    with pytest.raises(SizeError, match="Nearest: 256x256, 512x512"):
         book.choose(300, None)
 
 

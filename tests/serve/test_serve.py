@@ -265,7 +265,8 @@ def test_messages_name_fields_and_show_no_python(server: Live, fields: dict[str,
 
 
 def test_sizes_are_width_and_height_in_errors_too(server: Live) -> None:
-    nearest = server.generate(prompt="a fox", model="nano", size="300x200").error["message"].partition("Nearest: ")[2].rstrip(".").split(", ")
+    message = server.generate(prompt="a fox", model="nano", size="300x200").error["message"]
+    nearest = message.partition("Nearest: ")[2].rstrip(".").split(", ")
     assert all(int(width) > int(height) for width, height in (size.split("x") for size in nearest))
     assert server.generate(prompt="a fox", model="nano", size=nearest[0], method="skip:last=9").json["size"] == nearest[0]
 
