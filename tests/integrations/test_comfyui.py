@@ -218,7 +218,7 @@ def test_methods_that_there_are_not(nodes: dict[str, Any], widgets: list[Any], m
 
 @pytest.mark.parametrize(
     ("asked", "message"),
-    [({"size": "big"}, "WIDTHxHEIGHT"), ({"size": "1x2x3"}, "WIDTHxHEIGHT"), ({"size": "77"}, "nearest"), ({"prompt": " "}, "visible")],
+    [({"size": "big"}, "WIDTHxHEIGHT"), ({"size": "1x2x3"}, "WIDTHxHEIGHT"), ({"size": "77"}, "size"), ({"prompt": " "}, "visible")],
 )
 def test_refusals(nodes: dict[str, Any], asked: dict[str, Any], message: str) -> None:
     with pytest.raises(nextscale.NextscaleError, match=message):
