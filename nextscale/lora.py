@@ -78,7 +78,7 @@ class Loras:
         self._base: dict[str, Tensor] = {}  # weights of quantized layers before they were quantized, on the host
 
     def __bool__(self) -> bool:
-        return bool(self._adapters)
+        return bool(self._adapters or self.offered)
 
     @property
     def names(self) -> list[str]:

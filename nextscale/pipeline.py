@@ -345,7 +345,7 @@ class Pipeline:
         with device_lock(self.model.device).held() as nested:
             if self.model.fingerprint is None:
                 self.model.fingerprint = fingerprint(self.model)  # profiles belong to the base
-            return self.loras.load(path, name or path.stem, scale, nested)
+            return self.loras.load(path, name or Path(source).stem, scale, nested)  # a path in the hub's cache ends in a hash
 
     def set_loras(self, scales: Scales) -> None:
         """Chooses the adapters of all further calls: {"ink": 0.8, "toy": 0.4}. Others are not applied; {} is the base model."""

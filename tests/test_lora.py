@@ -545,3 +545,10 @@ def test_damaged_files_are_refused_without_a_trace(tmp_path: Path) -> None:
             pipe.unload_lora(name)
     assert refused > 700
     assert_equal(bits(pipe), base)
+
+
+def test_an_adapter_of_the_hub_is_called_by_its_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = fresh_pipeline("var")
+    fetched = write(tmp_path / ("0" * 40), updates(pipe))
+    monkeypatch.setattr("nextscale.lora.snapshot", lambda repository, patterns: fetched)
+    assert pipe.load_lora("somebody/ink") == "ink"

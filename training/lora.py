@@ -66,8 +66,8 @@ class LoraTraining:
                 raise SettingError(f"{name} must be at least 1; got {value}.")
         if not self.learning_rate > 0 or not self.alpha > 0:
             raise SettingError(f"learning_rate and alpha must be above 0; got {self.learning_rate} and {self.alpha}.")
-        if unknown := set(self.targets) - PARTS.keys() or not self.targets:
-            raise SettingError(f"targets must be some of {', '.join(PARTS)}; got {unknown or 'none'}.")
+        if not self.targets or set(self.targets) - PARTS.keys():
+            raise SettingError(f"targets must be some of {', '.join(PARTS)}; got {self.targets}.")
 
 
 class AdapterLinear(nn.Module):
@@ -151,7 +151,8 @@ def train_lora(
     model, tokenizer = pipe.model, pipe.tokenizer
     if not isinstance(model, Infinity) or not isinstance(tokenizer, InfinityTokenizer):
         raise SettingError(f"adapters are trained on Infinity's models and nano; {pipe.name} is of the family {model.family}.")
-    require(not pipe.loras, "the pipeline must have no adapters: unload them first.")
+    if pipe.loras:
+        raise SettingError(f"the pipeline must have no adapters; it has {', '.join(pipe.loras.names)}. Unload them first.")
     train_pictures, held_pictures = split(pictures)
     prompts = [picture.caption for picture in held_pictures][:SAMPLES]
     sheet = partial(samples, pipe, prompts, size, settings.seed)
@@ -336,8 +337,3 @@ def samples(pipe: Pipeline, prompts: list[str], size: SizeLike, seed: int, adapt
         sheet.paste(image, (left, 0))
         left += image.width
     return sheet
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        raise SettingError(message)

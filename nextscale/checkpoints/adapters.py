@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ def read_adapter(path: str | Path) -> AdapterFile:
     tensors, metadata = read_tensors(file)
     config = peft_config(folder / CONFIG) if file.name == WEIGHTS and (folder / CONFIG).is_file() else diffusers_config(metadata, file)
     with file.open("rb") as content:
-        digest = sha256(content.read()).hexdigest()
+        digest = file_digest(content, "sha256").hexdigest()
     return AdapterFile(path, digest, grouped(tensors, config, file))
 
 
