@@ -13,7 +13,7 @@ from ..errors import PromptError, SettingError
 from .files import default_out, require_image_name, require_results, require_writable
 from .options import MACHINE, OUTPUT, Force, ModelOptions, PromptFile, Seed, SizeOptions, option, out_option
 from .parse import method_name, named_profiles, parse_prompt, size_text
-from .show import compared, darkened, percent, plain_table, result_console, share_bar, show_next
+from .show import compared, computed_maps, percent, plain_table, result_console, share_bar, show_next
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -114,7 +114,7 @@ def compare(
         write_text(draw(found.rows), plot)
     write_image(picture_of(found), picture)
     show_comparison(found)
-    result_console().print(f"The images, and where each method computed (bright): {picture}", markup=False, soft_wrap=True)
+    result_console().print(f"The images, and where each method computed (yellow): {picture}", markup=False, soft_wrap=True)
     show_next(f"nextscale tune -m {spec.name}  # searches settings for this model, size and machine")
 
 
@@ -196,7 +196,8 @@ def picture_of(found: Comparison) -> Image.Image:
         else:
             shares = f"{percent(row['cost_share'])} of the MACs, {percent(row['kept'])} of the tokens"
             shown[f"{row['speedup']['median']:.2f}x: {name}, {shares}"] = images
-            shown[f"computed by {name}"] = darkened(images, [torch.cat(parts) for parts in zip(*result.masks, strict=True)])
+            masks = [torch.cat(parts) for parts in zip(*result.masks, strict=True)]
+            shown[f"computed by {name}: yellow by all stages, blue by few"] = computed_maps(images, masks)
     return compared([str(prompt) for prompt in found.prompts[: len(images)]], shown)
 
 

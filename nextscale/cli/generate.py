@@ -33,7 +33,7 @@ from .options import (
     out_option,
 )
 from .parse import parse_methods, size_text
-from .show import darkened, engines, percent, plain_table, result_console, show_next, stopping, token_bar
+from .show import computed_maps, engines, percent, plain_table, result_console, show_next, stopping, token_bar
 
 if TYPE_CHECKING:
     from ..pipeline import Pipeline, Preview
@@ -61,7 +61,7 @@ class OutputOptions:
     grid: Annotated[Path | None, option("--grid", "FILE", "Also write all images as one picture.", OUTPUT)] = None
     previews: Annotated[bool, option("--previews", None, "Write the image after each stage, as NAME-stage03.png.", OUTPUT)] = False
     compute_mask: Annotated[
-        bool, option("--compute-mask", None, "Write the image darkened where the method computed less, as NAME-mask.png.", OUTPUT)
+        bool, option("--compute-mask", None, "Write a map of the computed cells (yellow) over the faded image, as NAME-mask.png.", OUTPUT)
     ] = False
     report: Annotated[Path | None, option("--report", "FILE", "Write settings, times and memory as JSON.", OUTPUT)] = None
     force: Force = False
@@ -149,7 +149,7 @@ def generate_pictures(
                 write_image(image, picture.file)
                 done.append(picture.file)
                 progress.note(f"{len(done)} of {len(pictures)}: {escape(str(picture.file))}")
-            for picture, image in zip(together, darkened(images, output.compute_mask), strict=True) if output.compute_mask else ():
+            for picture, image in zip(together, computed_maps(images, output.compute_mask), strict=True) if output.compute_mask else ():
                 write_image(image, picture.mask_file)
             calls.append((together, output.report))
     return calls

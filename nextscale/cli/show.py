@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 UNLIMITED_WIDTH = 10_000
 ENGINES = {"graphs": "CUDA graphs", "eager": "eager"}
-MIN_LIGHT = 0.25  # where no stage computed anything
+REUSED, COMPUTED = (0, 34, 78), (254, 232, 56)  # colors of cells that no stage, and that all stages computed
+PICTURE = 0.35  # share of the image in a map of computed cells
 GOOD_FOR = {
     "dense": "no acceleration: the reference for all others",
     "skip": "leaves out late stages: the simplest speedup (skip:last=1)",
@@ -144,8 +145,8 @@ def stopping(kept: Callable[[], str]) -> Iterator[None]:
         raise KeyboardInterrupt(kept()) from None
 
 
-def darkened(images: Sequence[Image.Image], compute_mask: Sequence[Tensor]) -> list[Image.Image]:
-    """Returns the images, darker where less of the network ran; `compute_mask`: shares per stage, [B, h, w].
+def computed_maps(images: Sequence[Image.Image], compute_mask: Sequence[Tensor]) -> list[Image.Image]:
+    """Returns faded images under a color scale of the share of the network that ran. `compute_mask`: shares per stage, [B, h, w].
 
     A stage has the weight of its cells, so that late stages count most.
     """
@@ -157,9 +158,10 @@ def darkened(images: Sequence[Image.Image], compute_mask: Sequence[Tensor]) -> l
     size = (images[0].height, images[0].width)
     cells = sum(share[0].numel() for share in compute_mask)
     resized = [share[0].numel() / cells * interpolate(share.cpu()[:, None], size, mode="nearest-exact")[:, 0] for share in compute_mask]
-    light = MIN_LIGHT + (1 - MIN_LIGHT) * torch.stack(resized).sum(dim=0)  # [B, height, width]
-    shaded = [np.rint(np.asarray(image) * place[..., None].numpy()) for image, place in zip(images, light, strict=True)]
-    return [Image.fromarray(pixels.astype(np.uint8)) for pixels in shaded]
+    shares = torch.stack(resized).sum(dim=0)[..., None].numpy()  # [B, height, width, 1]
+    colors = np.array(REUSED) + shares * (np.array(COMPUTED) - np.array(REUSED))
+    faded = [PICTURE * np.asarray(image.convert("L"))[..., None] for image in images]
+    return [Image.fromarray(np.rint(gray + (1 - PICTURE) * color).astype(np.uint8)) for gray, color in zip(faded, colors, strict=True)]
 
 
 def compared(prompts: Sequence[str], rows: Mapping[str, Sequence[Image.Image]]) -> Image.Image:

@@ -32,7 +32,7 @@ from nextscale.cli import app
 from nextscale.cli.files import slug
 from nextscale.cli.options import grouped
 from nextscale.cli.parse import parse_guidance, parse_size
-from nextscale.cli.show import darkened, engines
+from nextscale.cli.show import COMPUTED, PICTURE, REUSED, computed_maps, engines
 from nextscale.guidance import ConstantGuidance, RampGuidance
 from nextscale.loading import presets
 from nextscale.loading.load import fill_random
@@ -534,25 +534,26 @@ def test_the_table_shows_the_padding_where_images_of_a_batch_run_different_numbe
     assert (heading[-1], line[-1]) == ("padding", f"{100 * call['padding']:.1f}%")
 
 
-def test_masks_are_the_images_darker_where_less_was_run(left_half: None) -> None:
+def test_masks_color_the_share_that_was_run(left_half: None) -> None:
     succeed("generate", "-m", "tiny-var", 3, 7, "--seed", 0, "--compute-mask", "--method", "left")
     images = ("0000-seed0-class3-8x8-left", "0001-seed1-class7-8x8-left")
     assert names() == [f"{name}{end}.png" for name in images for end in ("-mask", "")]
     for name in images:
         with Image.open(f"out/{name}.png") as image, Image.open(f"out/{name}-mask.png") as kept:
             assert (kept.format, kept.mode, kept.size) == ("PNG", "RGB", image.size)
-            full, shaded = np.asarray(image).astype(float), np.asarray(kept).astype(float)
-        half = VAR_PIXELS // 2
-        assert np.array_equal(shaded[:, :half], full[:, :half])
-        share = 14 / 30  # of 30 cells those of the last stage were not run
-        assert np.array_equal(shaded[:, half:], np.rint(np.float32(0.25 + 0.75 * share) * full[:, half:]))
-        assert full[:, half:].max() > 100
+            gray, shown = np.asarray(image.convert("L")).astype(float)[..., None], np.asarray(kept).astype(float)
+        half, computed, reused = VAR_PIXELS // 2, np.array(COMPUTED), np.array(REUSED)
+        assert np.array_equal(shown[:, :half], np.rint(PICTURE * gray[:, :half] + (1 - PICTURE) * computed))
+        color = reused + 14 / 30 * (computed - reused)  # of 30 cells those of the last stage were not run
+        assert abs(shown[:, half:] - (PICTURE * gray[:, half:] + (1 - PICTURE) * color)).max() <= 1
 
 
-def test_masks_of_dense_generation_are_the_images() -> None:
+def test_masks_of_dense_generation_have_one_color() -> None:
     succeed("generate", "-m", "tiny-flexvar", 3, "--seed", 0, "--compute-mask", "--size", "1,2,5x3", "--out", "image.png")
     assert names(".") == ["image-mask.png", "image.png"]
-    assert Path("image-mask.png").read_bytes() == Path("image.png").read_bytes()
+    with Image.open("image.png") as image, Image.open("image-mask.png") as kept:
+        (expected,) = computed_maps([image.convert("RGB")], [torch.ones(1, 1, 1)])
+        assert kept.tobytes() == expected.tobytes()
 
 
 def test_existing_masks_are_kept() -> None:
@@ -568,9 +569,10 @@ def test_existing_masks_are_kept() -> None:
 def test_a_mask_weighs_stages_by_their_cells() -> None:
     image = Image.new("RGB", (6, 4), (200, 100, 40))
     some = torch.tensor([[[1.0, 0.5], [0.0, 1.0]]])  # four cells
-    (shaded,) = darkened([image], [torch.zeros(1, 1, 1), some])
-    light = 0.25 + 0.75 * 4 / 5 * some[0].repeat_interleave(2, 0).repeat_interleave(3, 1)
-    expected = np.rint(light[..., None].numpy() * np.array([200, 100, 40]))
+    (shaded,) = computed_maps([image], [torch.zeros(1, 1, 1), some])
+    share = 4 / 5 * some[0].repeat_interleave(2, 0).repeat_interleave(3, 1)[..., None].numpy()
+    gray = np.asarray(image.convert("L"))[..., None]
+    expected = np.rint(PICTURE * gray + (1 - PICTURE) * (share * np.array(COMPUTED) + (1 - share) * np.array(REUSED)))
     assert np.array_equal(np.asarray(shaded), expected)
 
 

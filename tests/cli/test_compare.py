@@ -18,7 +18,7 @@ from nextscale import Schedule
 from nextscale.cli import compare as command
 from nextscale.cli import parse
 from nextscale.cli.compare import ON_CPU, PROMPTS, PUBLISHED, show_comparison, with_range
-from nextscale.cli.show import FONT_SIZE, MARGIN, compared, darkened, wrapped
+from nextscale.cli.show import FONT_SIZE, MARGIN, compared, computed_maps, wrapped
 from nextscale.eval.compare import Comparison
 from nextscale.eval.results import read_rows
 from nextscale.io import to_pil
@@ -85,7 +85,7 @@ def test_a_table_and_a_picture() -> None:
     assert [row[4] for row in others] == [f"{100 * sum(cells[:run]) / sum(cells):.1f}%" for run in (3, 2)]
     assert others[1][5].endswith("dB")
     assert f"{ON_CPU} images of {SIZE} per row, batch 2, eager" in result.stdout
-    assert "where each method computed (bright): compare.png" in result.stdout
+    assert "where each method computed (yellow): compare.png" in result.stdout
     assert "Next: nextscale tune -m tiny-infinity" in result.stdout
     with Image.open("compare.png") as picture:
         assert (picture.format, picture.mode) == ("PNG", "RGB")
@@ -98,14 +98,14 @@ def test_rows_show_the_images_of_the_same_seeds() -> None:
         drawn = np.asarray(picture)
     pipeline, prompts = tiny.shared_pipeline("infinity"), ["a cat", "a dog", "a fish", "a bird", "a horse"]
     accelerated = pipeline(prompts, seed=7, method="skip:last=1", compute_mask=True)
-    columns = (pipeline(prompts, seed=7).images, accelerated.images, darkened(accelerated.images, accelerated.compute_mask or ()))
+    columns = (pipeline(prompts, seed=7).images, accelerated.images, computed_maps(accelerated.images, accelerated.compute_mask or ()))
     top = drawn.shape[0] - len(columns) * (HEIGHT + FONT_SIZE + 2 * MARGIN)
     for row, images in enumerate(columns):
         edge = top + (row + 1) * (FONT_SIZE + 2 * MARGIN) + row * HEIGHT
         for column, image in enumerate(images):
             shown = drawn[edge : edge + HEIGHT, column * WIDTH : (column + 1) * WIDTH].astype(int)
             assert abs(shown - np.asarray(image).astype(int)).max() <= 1  # a batch rounds as its images alone do, to a level
-    assert np.asarray(columns[2][0]).mean() < np.asarray(columns[1][0]).mean()  # darker: a stage was left out
+    assert np.asarray(columns[2][0]).mean() < np.asarray(columns[1][0]).mean()  # bluer: a stage was left out
 
 
 @pytest.fixture
