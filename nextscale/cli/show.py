@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 UNLIMITED_WIDTH = 10_000
 ENGINES = {"graphs": "CUDA graphs", "eager": "eager"}
 REUSED, COMPUTED = (0, 34, 78), (254, 232, 56)  # colors of cells that no stage, and that all stages computed
-PICTURE = 0.35  # share of the image in a map of computed cells
+PICTURE = 0.25  # share of the image in a map of computed cells
 GOOD_FOR = {
     "dense": "no acceleration: the reference for all others",
     "skip": "leaves out late stages: the simplest speedup (skip:last=1)",
